@@ -1,0 +1,276 @@
+"""Every component's settings other than the model's, and the run that holds them all.
+
+A field's docstring is its documentation. Checks that need one component stand in its `__post_init__`; checks
+across components stand in `RunConfig`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megatron_essh.config.model import ModelConfig
+
+TokenizerType = Literal["byte", "tiktoken", "sentencepiece", "huggingface"]
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticConfig:
+    """How capacity is cut and trained (sections 4 and 5)."""
+
+    channel_exponent: float = 0.5
+    """Exponent of the budget in the channel count."""
+    ff_exponent: float = 0.8
+    """Exponent of the budget in the feed-forward width; 0 nests the mixer only."""
+    budget_denominator: int = 32
+    """Budgets are given in units of 1 / budget_denominator and capped at one."""
+    tiers: tuple[int, ...] = (2, 4, 7, 10, 13, 17, 20, 24, 28, 32)
+    """Budgets of the deployment tiers T1, T2, ..."""
+    training_budgets: tuple[int, ...] = (2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
+    """Budgets that training draws from."""
+    enabled: bool = True
+    """False trains the full capacity only (the dense control)."""
+    full_share: float = 0.75
+    """Share of each step's slots that is reserved for the full capacity."""
+    slot_sequences: int = 8
+    """Sequences in a slot, the plan's unit: all of a slot's sequences train at one capacity."""
+    full_only_tokens: int = 250_000_000
+    """Tokens at the start of the run that train at full capacity only."""
+    full_only_fraction: float | None = None
+    """The same as a fraction of the run's steps, for small runs; takes the place of full_only_tokens."""
+    reduced_ce_weight: float = 1.0
+    """Weight of a reduced slot's cross-entropy."""
+    kl_weight: float = 0.5
+    """Weight of KL(stopgrad p_full || p_tier) in a reduced slot; 0 runs no teacher."""
+    ff_gradient_scale: float = 0.5
+    """Factor on the gradient of retained feed-forward weights in a reduced slot."""
+    mixer_gradient_scale: float = 1.0
+    """The same for the spectral mixer's weights."""
+    ordering_interval: int = 500
+    """Steps between two orderings of the feed-forward units; 0 never orders."""
+    ordering_until: float = 0.8
+    """Fraction of the run from which on no ordering happens."""
+    statistics_decay: float = 0.99
+    """Decay, a step, of the running mean of squared unit activations."""
+
+    def __post_init__(self) -> None:
+        _require(self.budget_denominator >= 1, f"budget_denominator must be at least 1, got {self.budget_denominator}")
+        for name in ("tiers", "training_budgets"):
+            budgets = getattr(self, name)
+            _require(len(budgets) > 0, f"{name} must name at least one budget")
+            _require(
+                all(1 <= b for b in budgets) and list(budgets) == sorted(set(budgets)),
+                f"{name} must be distinct, ascending and at least 1, got {list(budgets)}",
+            )
+        for name in ("channel_exponent", "ff_exponent", "reduced_ce_weight", "kl_weight"):
+            _require(getattr(self, name) >= 0, f"{name} must not be negative, got {getattr(self, name)}")
+        for name in ("full_share", "ff_gradient_scale", "mixer_gradient_scale", "ordering_until"):
+            _require(0 <= getattr(self, name) <= 1, f"{name} must lie in [0, 1], got {getattr(self, name)}")
+        _require(0 <= self.statistics_decay < 1, f"statistics_decay must lie in [0, 1), got {self.statistics_decay}")
+        _require(self.slot_sequences >= 1, f"slot_sequences must be at least 1, got {self.slot_sequences}")
+        _require(self.full_only_tokens >= 0, f"full_only_tokens must not be negative, got {self.full_only_tokens}")
+        _require(
+            self.full_only_fraction is None or 0 <= self.full_only_fraction <= 1,
+            f"full_only_fraction must lie in [0, 1], got {self.full_only_fraction}",
+        )
+        _require(self.ordering_interval >= 0, f"ordering_interval must not be negative, got {self.ordering_interval}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """Which tokenizer made the ids."""
+
+    type: TokenizerType
+    """byte, tiktoken (a rank file), sentencepiece (a .model file) or huggingface (a tokenizer.json)."""
+    model: str | None = None
+    """Path of the tokenizer's file; none for `byte`."""
+    pattern: Literal["gpt2", "cl100k", "o200k", "llama3"] = "gpt2"
+    """Splitting pattern and special tokens of a tiktoken rank file."""
+
+    def __post_init__(self) -> None:
+        if self.type == "byte":
+            _require(self.model is None, f"the byte tokenizer takes no model file, got {self.model}")
+        else:
+            _require(self.model is not None, f"tokenizer type {self.type} needs `model`, the path of its file")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Token streams. A prefix P names the pair P.bin and P.idx."""
+
+    train: str | None = None
+    """Prefix of the training pair."""
+    validation: str | None = None
+    """Prefix of the validation pair."""
+    tokenizer: TokenizerConfig | None = None
+    """Tokenizer; None takes the one recorded beside the training pair by tools/preprocess_data.py."""
+    sequence_length: int = 2048
+    """Tokens T in a packed sequence."""
+    document_mask: bool = False
+    """Cut scan and attention at document starts, and ignore the label that follows an end-of-document token."""
+
+    def __post_init__(self) -> None:
+        _require(self.sequence_length >= 2, f"sequence_length must be at least 2, got {self.sequence_length}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW and its schedule."""
+
+    learning_rate: float = 1e-3
+    """Peak learning rate."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the square root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of the decayed group."""
+    clip_norm: float = 1.0
+    """Largest global gradient norm."""
+    warmup_fraction: float = 0.02
+    """Fraction of the steps that warms the rate up linearly."""
+    final_fraction: float = 0.1
+    """Rate at the cosine's end, as a fraction of the peak."""
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "eps", "clip_norm"):
+            _require(getattr(self, name) > 0, f"{name} must be positive, got {getattr(self, name)}")
+        _require(self.weight_decay >= 0, f"weight_decay must not be negative, got {self.weight_decay}")
+        for name in ("beta1", "beta2"):
+            _require(0 <= getattr(self, name) < 1, f"{name} must lie in [0, 1), got {getattr(self, name)}")
+        for name in ("warmup_fraction", "final_fraction"):
+            _require(0 <= getattr(self, name) <= 1, f"{name} must lie in [0, 1], got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """The loop."""
+
+    steps: int = 28_229
+    """Optimizer steps of the run (the default processes 7.4 billion tokens at 128 x 2048)."""
+    global_batch: int = 128
+    """Sequences a step, over all ranks."""
+    micro_batch: int = 8
+    """Sequences in one forward pass; divides the slot."""
+    precision: Literal["fp32", "bf16"] = "bf16"
+    """bf16 is autocast over fp32 parameters; modal tables and scan stay fp32 in both."""
+    seed: int = 197
+    """Seed of initialisation, data order and plan."""
+    loss_chunk: int | None = 4096
+    """Positions whose logits exist at one time; None evaluates all at once."""
+    validate_every: int = 500
+    """Steps between validations; 0 never validates."""
+    validation_batches: int = 16
+    """Batches of micro_batch sequences in a validation."""
+    validation_tiers: tuple[str, ...] = ("T1", "T4", "T7", "T10")
+    """Tiers that a validation reports."""
+    log_every: int = 10
+    """Steps between progress lines."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes a GPU where there is one."""
+    threads: int | None = None
+    """CPU threads; None leaves PyTorch's choice. A fixed number makes CPU runs bitwise repeatable across machines' loads."""
+    output: str = "out/run"
+    """Folder of the run: checkpoints, TensorBoard events, the resolved config."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "global_batch", "micro_batch", "validation_batches", "log_every"):
+            _require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+        _require(self.validate_every >= 0, f"validate_every must not be negative, got {self.validate_every}")
+        _require(self.seed >= 0, f"seed must not be negative, got {self.seed}")
+        for name in ("loss_chunk", "threads"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"{name} must be at least 1 or null, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefinementConfig:
+    """Shared refinement after pretraining (section 5)."""
+
+    steps: int = 2060
+    """Optimizer steps."""
+    global_batch: int = 64
+    """Sequences a step."""
+    learning_rate: float = 1e-4
+    """Peak learning rate."""
+    warmup_fraction: float = 0.05
+    """Fraction of the steps that warms the rate up linearly; then cosine to zero."""
+    weight_decay: float = 0.1
+    """Decay of every tensor with two or more dimensions."""
+    tv_weight: float = 5.0
+    """Weight of the total variation between the full and the tier's prediction."""
+    draw: Literal["one_per_step", "cycle_tiers"] = "one_per_step"
+    """one_per_step: one budget for the whole step. cycle_tiers: each step shuffles the budgets over its slots."""
+    budgets: tuple[int, ...] = (2, 4, 8, 16, 24)
+    """Budgets drawn from, in units of 1 / elastic.budget_denominator."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "global_batch"):
+            _require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+        _require(self.learning_rate > 0, f"learning_rate must be positive, got {self.learning_rate}")
+        _require(0 <= self.warmup_fraction <= 1, f"warmup_fraction must lie in [0, 1], got {self.warmup_fraction}")
+        for name in ("weight_decay", "tv_weight"):
+            _require(getattr(self, name) >= 0, f"{name} must not be negative, got {getattr(self, name)}")
+        _require(
+            len(self.budgets) > 0 and all(b >= 1 for b in self.budgets) and len(set(self.budgets)) == len(self.budgets),
+            f"budgets must be distinct and at least 1, got {list(self.budgets)}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When checkpoints are written and how many stay."""
+
+    save_every: int = 1000
+    """Steps between two checkpoints; 0 saves at the end (and when stopped) only."""
+    keep_last: int = 3
+    """Newest checkpoints that stay on disk."""
+
+    def __post_init__(self) -> None:
+        _require(self.save_every >= 0, f"save_every must not be negative, got {self.save_every}")
+        _require(self.keep_last >= 1, f"keep_last must be at least 1, got {self.keep_last}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """All of a run's settings."""
+
+    model: ModelConfig
+    """The model."""
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
+    """Capacities and how they train."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Token streams."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """AdamW and its schedule in pretraining."""
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    """The loop."""
+    refinement: RefinementConfig = field(default_factory=RefinementConfig)
+    """Shared refinement."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Checkpoints."""
+
+    def __post_init__(self) -> None:
+        slot, micro = self.elastic.slot_sequences, self.training.micro_batch
+        _require(slot % micro == 0, f"training.micro_batch {micro} does not divide elastic.slot_sequences {slot}")
+        for name, batch in (("training", self.training.global_batch), ("refinement", self.refinement.global_batch)):
+            _require(
+                batch % slot == 0,
+                f"{name}.global_batch {batch} is not a multiple of elastic.slot_sequences {slot}; "
+                f"try {max(1, batch // slot) * slot} or {(batch // slot + 1) * slot}",
+            )
+        tiers = {f"T{i + 1}" for i in range(len(self.elastic.tiers))}
+        for tier in self.training.validation_tiers:
+            _require(tier in tiers, f"training.validation_tiers: {tier!r} is none of T1 to T{len(tiers)}")
+        if self.model.ff_width % 64 and self.elastic.enabled and self.model.family_ff_width is None:
+            raise ValueError(
+                f"model.ff_width {self.model.ff_width} is not a multiple of 64, which elastic training needs; "
+                f"use {max(64, self.model.ff_width // 64 * 64)} or set elastic.enabled: false"
+            )

@@ -1,0 +1,1 @@
+"""Elasticity: which capacities exist, which of them trains when, and what a reduced capacity learns from the full one."""

@@ -1,0 +1,74 @@
+"""Sliding-window attention with rotary positions (section 3): multi-head, causal, the last `window` keys."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megatron_essh.config import ModelConfig
+from megatron_essh.model.state import RingUpdate
+from megatron_essh.ops.window_attention import window_attention
+
+
+def rotary_table(position: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of the rotary angles, [*position.shape, 1, head_dim / 2]; the angles are built in fp64."""
+    frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=position.device) / head_dim)
+    angle = position.to(torch.float64)[..., None, None] * frequency
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotate(x_BTHD: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn the pairs (x_i, x_{i + D/2}) of queries or keys; arithmetic in the table's dtype, result in x's."""
+    cos, sin = table
+    first, second = x_BTHD.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_BTHD.dtype)
+
+
+class WindowAttention(nn.Module):
+    """u_BTD -> y_BTD. Weights are head-major: qkv [H, 3, head_dim, D]; out_proj is input-major [H head_dim, D]."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        h, hd, d = config.n_heads, config.head_dim, config.d_model
+        self.qkv = nn.Parameter(torch.empty(h, 3, hd, d))
+        self.out_proj = nn.Parameter(torch.empty(h * hd, d))
+
+    def reset_parameters(self, generator: torch.Generator | None) -> None:
+        config = self.config
+        with torch.no_grad():
+            self.qkv.normal_(0.0, config.init_std, generator=generator)
+            self.out_proj.normal_(0.0, config.init_std / math.sqrt(2 * config.n_layers), generator=generator)
+
+    def _project(self, u_BTD: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        config = self.config
+        qkv = F.linear(u_BTD, self.qkv.flatten(0, 2)).unflatten(-1, (config.n_heads, 3, config.head_dim))
+        q, k, v = qkv.unbind(-2)
+        return rotate(q, table), rotate(k, table), v
+
+    def forward(self, u_BTD: Tensor, table: tuple[Tensor, Tensor], *, documents_BT: Tensor | None = None) -> Tensor:
+        """Whole sequences from position 0."""
+        q, k, v = self._project(u_BTD, table)
+        out_BTHD = window_attention(q, k, v, window=self.config.window, documents_BT=documents_BT)
+        return torch.matmul(out_BTHD.flatten(-2), self.out_proj)
+
+    def forward_cached(
+        self, u_BTD: Tensor, table: tuple[Tensor, Tensor], keys_BWHD: Tensor, values_BWHD: Tensor, ring: RingUpdate
+    ) -> Tensor:
+        """Tokens that continue the sequences whose keys and values are given; both are updated in place."""
+        q, k, v = self._project(u_BTD, table)
+        k, v = k.to(keys_BWHD.dtype), v.to(values_BWHD.dtype)
+        out_BTHD = window_attention(
+            q,
+            torch.cat([keys_BWHD, k], dim=1).to(q.dtype),
+            torch.cat([values_BWHD, v], dim=1).to(q.dtype),
+            window=self.config.window,
+            q_position_BT=ring.q_position_BT,
+            k_position_BS=ring.k_position_BS,
+        )
+        keys_BWHD[ring.batch_N, ring.slot_N] = k[ring.batch_N, ring.token_N]
+        values_BWHD[ring.batch_N, ring.slot_N] = v[ring.batch_N, ring.token_N]
+        return torch.matmul(out_BTHD.flatten(-2), self.out_proj)

@@ -1,0 +1,38 @@
+"""Scaling a weight's gradient without touching its value (section 5: W_hat = a W + (1 - a) stopgrad(W))."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class GradientScale:
+    """Factors on the weight gradients of a reduced-capacity micro-batch."""
+
+    feed_forward: float = 1.0
+    mixer: float = 1.0
+
+
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.scale, None
+
+
+def scale_gradient(weight: Tensor, scale: float) -> Tensor:
+    """`weight`, bit for bit, whose gradient arrives multiplied by `scale`.
+
+    Written as a function of its own, because a W + (1 - a) W is not W in floating point.
+    """
+    if scale == 1.0:
+        return weight
+    return _ScaledGradient.apply(weight, scale)

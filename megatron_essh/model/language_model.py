@@ -1,0 +1,230 @@
+"""The language model (sections 3, 4 and 8): embedding, blocks, tied head.
+
+Two ways through it: `hidden` runs whole sequences (training, evaluation), `prefill` and `step` run tokens that
+continue a `ModelState`. Both take a `Capacity` and run the smaller tensors, as prefix views; None is the full one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megatron_essh.config import ModelConfig
+from megatron_essh.elastic.capacity import Capacity, full_capacity
+from megatron_essh.errors import UserError
+from megatron_essh.model.attention import rotary_table
+from megatron_essh.model.block import Block
+from megatron_essh.model.gradient import GradientScale
+from megatron_essh.model.state import ModelState, advance
+
+PREFILL_SEGMENT = 2048
+"""Tokens a segment of a long prompt, where the window does not ask for fewer."""
+
+Observer = Callable[[int, Tensor], None]
+"""Is shown (layer, feed-forward activations [B, T, n])."""
+
+
+class LanguageModel(nn.Module):
+    """An Elastic Selective Spectral Hybrid language model. On the meta device it allocates and draws nothing."""
+
+    def __init__(self, config: ModelConfig, *, generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.d_model), freeze=False)
+        self.blocks = nn.ModuleList(Block(config, i) for i in range(config.n_layers))
+        self.final_norm = nn.RMSNorm(config.d_model, eps=config.eps)
+        if self.embedding.weight.device.type != "meta":
+            self.reset_parameters(generator)
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Initialise every tensor, in a fixed order, from `generator` (None: PyTorch's own)."""
+        with torch.no_grad():
+            self.embedding.weight.normal_(0.0, self.config.init_std, generator=generator)
+        for block in self._blocks():
+            for part in (block.mixer, block.attention, block.feed_forward):
+                if part is not None:
+                    part.reset_parameters(generator)
+
+    def _blocks(self) -> list[Block]:
+        return [block for block in self.blocks if isinstance(block, Block)]
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The output head [V, D]: the embedding, tied."""
+        return self.embedding.weight
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self.embedding.weight.device
+
+    @property
+    def table_dtype(self) -> torch.dtype:
+        """dtype of rotary tables and spectral states: fp32, or fp64 in an fp64 model."""
+        return torch.float64 if self.embedding.weight.dtype == torch.float64 else torch.float32
+
+    def _checked(self, capacity: Capacity | None) -> Capacity:
+        if capacity is None:
+            return full_capacity(self.config)
+        if not capacity.fits(self.config):
+            raise UserError(f"capacity {capacity}: this model holds {full_capacity(self.config)} (channels, units)")
+        return capacity
+
+    def hidden(
+        self,
+        tokens_BT: Tensor,
+        capacity: Capacity | None = None,
+        *,
+        documents_BT: Tensor | None = None,
+        gradient_scale: GradientScale | None = None,
+        observe: Observer | None = None,
+    ) -> Tensor:
+        """Hidden states [B, T, D] after the final norm, of whole sequences.
+
+        Args:
+            tokens_BT: int64 token ids.
+            capacity: the prefix to run; None runs all.
+            documents_BT: int64 document of each position; scan and attention are cut where it changes.
+            gradient_scale: factors on this pass's weight gradients.
+            observe: is shown each layer's feed-forward activations.
+
+        Raises:
+            UserError: the capacity is not within this model.
+        """
+        capacity = self._checked(capacity)
+        scale = gradient_scale or GradientScale()
+        x_BTD = self.embedding(tokens_BT)
+        table = self._rotary(torch.arange(tokens_BT.shape[1], device=tokens_BT.device))
+        for layer, block in enumerate(self._blocks()):
+            u_BTD = block.mixer_norm(x_BTD)
+            if block.mixer is not None:
+                y_BTD, _ = block.mixer(u_BTD, capacity.channels, gradient_scale=scale.mixer, documents_BT=documents_BT)
+            else:
+                assert block.attention is not None
+                y_BTD = block.attention(u_BTD, table, documents_BT=documents_BT)
+            x_BTD = x_BTD + y_BTD
+            x_BTD = x_BTD + block.feed_forward(
+                block.ff_norm(x_BTD),
+                capacity.ff_width,
+                gradient_scale=scale.feed_forward,
+                observe=None if observe is None else _bind(observe, layer),
+            )
+        return self.final_norm(x_BTD)
+
+    def forward(
+        self, tokens_BT: Tensor, capacity: Capacity | None = None, *, documents_BT: Tensor | None = None
+    ) -> Tensor:
+        """Logits [B, T, V] of whole sequences."""
+        return F.linear(self.hidden(tokens_BT, capacity, documents_BT=documents_BT), self.head_weight)
+
+    def init_state(
+        self,
+        batch: int,
+        capacity: Capacity | None = None,
+        *,
+        max_length: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> ModelState:
+        """The state of `batch` sequences that have taken in nothing.
+
+        Args:
+            max_length: tokens a sequence may reach; needed where the window is the whole input, else ignored.
+            dtype: of keys and values; None takes the weights'.
+        """
+        config, capacity = self.config, self._checked(capacity)
+        window = config.window if config.window is not None else max_length
+        if window is None and config.attention_layers:
+            raise UserError("model.window is null (the whole input): init_state needs max_length")
+        ring = window if window is not None and config.attention_layers else 0
+        dtype = dtype or self.embedding.weight.dtype
+        shape = (batch, capacity.channels, config.modes, 2, config.value_width)
+        kv_shape = (batch, ring, config.n_heads, config.head_dim)
+        return ModelState(
+            [torch.zeros(shape, dtype=self.table_dtype, device=self.device) for _ in config.spectral_layers],
+            [torch.zeros(kv_shape, dtype=dtype, device=self.device) for _ in config.attention_layers],
+            [torch.zeros(kv_shape, dtype=dtype, device=self.device) for _ in config.attention_layers],
+            torch.full((batch, ring), -1, dtype=torch.int64, device=self.device),
+            torch.zeros(batch, dtype=torch.int64, device=self.device),
+        )
+
+    def prefill_hidden(
+        self, tokens_BT: Tensor, state: ModelState, capacity: Capacity | None = None, *, valid_BT: Tensor | None = None
+    ) -> tuple[Tensor, ModelState]:
+        """Hidden states [B, T, D] of tokens that continue `state`, which is updated in place and returned.
+
+        Pads (`valid_BT` False) may stand anywhere; they touch no state and their hidden states mean nothing. Long
+        prompts run in segments, so that no more than a window's keys and a segment's are seen at a time.
+        """
+        capacity = self._checked(capacity)
+        if state.spectral and state.spectral[0].shape[1] != capacity.channels:
+            raise UserError(
+                f"capacity {capacity}: the state was made for {state.spectral[0].shape[1]} channels; "
+                "make one with init_state at this capacity"
+            )
+        ring = state.key_position_BW.shape[1]
+        if self.config.window is None and ring:
+            taken = tokens_BT.shape[1] if valid_BT is None else int(valid_BT.sum(1).max())
+            if int(state.position_B.max()) + taken > ring:
+                raise UserError(f"the sequence outgrows the state's max_length of {ring} tokens")
+        segment = min(ring or PREFILL_SEGMENT, PREFILL_SEGMENT)
+        parts = []
+        for start in range(0, tokens_BT.shape[1], segment):
+            piece = slice(start, start + segment)
+            valid = None if valid_BT is None else valid_BT[:, piece]
+            parts.append(self._continue(tokens_BT[:, piece], state, capacity, valid))
+        return torch.cat(parts, dim=1), state
+
+    def prefill(
+        self, tokens_BT: Tensor, state: ModelState, capacity: Capacity | None = None, *, valid_BT: Tensor | None = None
+    ) -> tuple[Tensor, ModelState]:
+        """Take in prompts: logits [B, V] after each sequence's last token that is no pad, and the state.
+
+        Raises:
+            UserError: a sequence has no token.
+        """
+        if tokens_BT.shape[1] == 0 or (valid_BT is not None and not bool(valid_BT.any(1).all())):
+            raise UserError("prefill: a sequence has no token; give each prompt at least one")
+        hidden_BTD, state = self.prefill_hidden(tokens_BT, state, capacity, valid_BT=valid_BT)
+        if valid_BT is None:
+            last_BD = hidden_BTD[:, -1]
+        else:
+            place_B = torch.where(valid_BT, torch.arange(valid_BT.shape[1], device=valid_BT.device), -1).amax(1)
+            last_BD = hidden_BTD[torch.arange(len(place_B), device=place_B.device), place_B]
+        return F.linear(last_BD, self.head_weight), state
+
+    def step(self, tokens_B: Tensor, state: ModelState, capacity: Capacity | None = None) -> tuple[Tensor, ModelState]:
+        """Take in one token a sequence: logits [B, V] for the next, and the state, updated in place."""
+        hidden_BTD, state = self.prefill_hidden(tokens_B[:, None], state, capacity)
+        return F.linear(hidden_BTD[:, 0], self.head_weight), state
+
+    def _rotary(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        return rotary_table(position, self.config.head_dim, self.config.rope_base, self.table_dtype)
+
+    def _continue(self, tokens_BT: Tensor, state: ModelState, capacity: Capacity, valid_BT: Tensor | None) -> Tensor:
+        everything = torch.ones_like(tokens_BT, dtype=torch.bool) if valid_BT is None else valid_BT
+        ring = advance(state, everything)
+        table = self._rotary(ring.q_position_BT)
+        x_BTD = self.embedding(tokens_BT)
+        spectral = attending = 0
+        for block in self._blocks():
+            u_BTD = block.mixer_norm(x_BTD)
+            if block.mixer is not None:
+                y_BTD, state.spectral[spectral] = block.mixer(
+                    u_BTD, capacity.channels, valid_BT=valid_BT, state_BKM2P=state.spectral[spectral]
+                )
+                spectral += 1
+            else:
+                assert block.attention is not None
+                keys, values = state.keys[attending], state.values[attending]
+                y_BTD = block.attention.forward_cached(u_BTD, table, keys, values, ring)
+                attending += 1
+            x_BTD = x_BTD + y_BTD
+            x_BTD = x_BTD + block.feed_forward(block.ff_norm(x_BTD), capacity.ff_width)
+        return self.final_norm(x_BTD)
+
+
+def _bind(observe: Observer, layer: int) -> Callable[[Tensor], None]:
+    return lambda units_BTN: observe(layer, units_BTN)

@@ -1,0 +1,1 @@
+"""Training: the loop, the engine beneath it, optimizer, schedule, checkpoints and metrics."""
