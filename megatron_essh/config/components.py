@@ -59,26 +59,37 @@ class ElasticConfig:
     """Decay, a step, of the running mean of squared unit activations."""
 
     def __post_init__(self) -> None:
-        _require(self.budget_denominator >= 1, f"budget_denominator must be at least 1, got {self.budget_denominator}")
+        _require(
+            self.budget_denominator >= 1,
+            f"budget_denominator must be at least 1, got {self.budget_denominator}",
+        )
         for name in ("tiers", "training_budgets"):
             budgets = getattr(self, name)
             _require(len(budgets) > 0, f"{name} must name at least one budget")
             _require(
-                all(1 <= b for b in budgets) and list(budgets) == sorted(set(budgets)),
+                all(b >= 1 for b in budgets) and list(budgets) == sorted(set(budgets)),
                 f"{name} must be distinct, ascending and at least 1, got {list(budgets)}",
             )
         for name in ("channel_exponent", "ff_exponent", "reduced_ce_weight", "kl_weight"):
             _require(getattr(self, name) >= 0, f"{name} must not be negative, got {getattr(self, name)}")
         for name in ("full_share", "ff_gradient_scale", "mixer_gradient_scale", "ordering_until"):
             _require(0 <= getattr(self, name) <= 1, f"{name} must lie in [0, 1], got {getattr(self, name)}")
-        _require(0 <= self.statistics_decay < 1, f"statistics_decay must lie in [0, 1), got {self.statistics_decay}")
+        _require(
+            0 <= self.statistics_decay < 1,
+            f"statistics_decay must lie in [0, 1), got {self.statistics_decay}",
+        )
         _require(self.slot_sequences >= 1, f"slot_sequences must be at least 1, got {self.slot_sequences}")
-        _require(self.full_only_tokens >= 0, f"full_only_tokens must not be negative, got {self.full_only_tokens}")
+        _require(
+            self.full_only_tokens >= 0, f"full_only_tokens must not be negative, got {self.full_only_tokens}"
+        )
         _require(
             self.full_only_fraction is None or 0 <= self.full_only_fraction <= 1,
             f"full_only_fraction must lie in [0, 1], got {self.full_only_fraction}",
         )
-        _require(self.ordering_interval >= 0, f"ordering_interval must not be negative, got {self.ordering_interval}")
+        _require(
+            self.ordering_interval >= 0,
+            f"ordering_interval must not be negative, got {self.ordering_interval}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +107,9 @@ class TokenizerConfig:
         if self.type == "byte":
             _require(self.model is None, f"the byte tokenizer takes no model file, got {self.model}")
         else:
-            _require(self.model is not None, f"tokenizer type {self.type} needs `model`, the path of its file")
+            _require(
+                self.model is not None, f"tokenizer type {self.type} needs `model`, the path of its file"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +189,7 @@ class TrainingConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a GPU where there is one."""
     threads: int | None = None
-    """CPU threads; None leaves PyTorch's choice. A fixed number makes CPU runs bitwise repeatable across machines' loads."""
+    """CPU threads; None leaves PyTorch's choice. Sums depend on it: a run repeats bitwise at a fixed number."""
     output: str = "out/run"
     """Folder of the run: checkpoints, TensorBoard events, the resolved config."""
 
@@ -215,11 +228,15 @@ class RefinementConfig:
         for name in ("steps", "global_batch"):
             _require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
         _require(self.learning_rate > 0, f"learning_rate must be positive, got {self.learning_rate}")
-        _require(0 <= self.warmup_fraction <= 1, f"warmup_fraction must lie in [0, 1], got {self.warmup_fraction}")
+        _require(
+            0 <= self.warmup_fraction <= 1, f"warmup_fraction must lie in [0, 1], got {self.warmup_fraction}"
+        )
         for name in ("weight_decay", "tv_weight"):
             _require(getattr(self, name) >= 0, f"{name} must not be negative, got {getattr(self, name)}")
         _require(
-            len(self.budgets) > 0 and all(b >= 1 for b in self.budgets) and len(set(self.budgets)) == len(self.budgets),
+            len(self.budgets) > 0
+            and all(b >= 1 for b in self.budgets)
+            and len(set(self.budgets)) == len(self.budgets),
             f"budgets must be distinct and at least 1, got {list(self.budgets)}",
         )
 
@@ -259,8 +276,13 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         slot, micro = self.elastic.slot_sequences, self.training.micro_batch
-        _require(slot % micro == 0, f"training.micro_batch {micro} does not divide elastic.slot_sequences {slot}")
-        for name, batch in (("training", self.training.global_batch), ("refinement", self.refinement.global_batch)):
+        _require(
+            slot % micro == 0, f"training.micro_batch {micro} does not divide elastic.slot_sequences {slot}"
+        )
+        for name, batch in (
+            ("training", self.training.global_batch),
+            ("refinement", self.refinement.global_batch),
+        ):
             _require(
                 batch % slot == 0,
                 f"{name}.global_batch {batch} is not a multiple of elastic.slot_sequences {slot}; "

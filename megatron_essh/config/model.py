@@ -52,7 +52,17 @@ class ModelConfig:
     """In an export: the feed-forward width of the family it was cut from."""
 
     def __post_init__(self) -> None:
-        for name in ("d_model", "n_layers", "channels", "modes", "value_width", "ff_width", "vocab_size", "head_dim", "bank_length"):
+        for name in (
+            "d_model",
+            "n_layers",
+            "channels",
+            "modes",
+            "value_width",
+            "ff_width",
+            "vocab_size",
+            "head_dim",
+            "bank_length",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.window is not None and self.window < 1:
@@ -61,16 +71,22 @@ class ModelConfig:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if list(self.attention_layers) != sorted(set(self.attention_layers)):
-            raise ValueError(f"attention_layers must be distinct and ascending, got {list(self.attention_layers)}")
+            raise ValueError(
+                f"attention_layers must be distinct and ascending, got {list(self.attention_layers)}"
+            )
         for layer in self.attention_layers:
             if not 0 <= layer < self.n_layers:
-                raise ValueError(f"attention_layers: {layer} is not one of the {self.n_layers} layers (0 to {self.n_layers - 1})")
+                raise ValueError(
+                    f"attention_layers: {layer} is not one of the {self.n_layers} layers (0 to {self.n_layers - 1})"
+                )
         if self.attention_layers and self.d_model % self.head_dim:
             raise ValueError(f"d_model {self.d_model} is not a multiple of head_dim {self.head_dim}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even (rotary embedding turns pairs), got {self.head_dim}")
         if self.bank_length < 4 * self.modes:
-            raise ValueError(f"bank_length must be at least 4 x modes = {4 * self.modes}, got {self.bank_length}")
+            raise ValueError(
+                f"bank_length must be at least 4 x modes = {4 * self.modes}, got {self.bank_length}"
+            )
         if (self.family_channels or self.channels) < self.channels:
             raise ValueError(f"family_channels {self.family_channels} is below channels {self.channels}")
         if (self.family_ff_width or self.ff_width) < self.ff_width:

@@ -1,1 +1,1 @@
-"""Elasticity: which capacities exist, which of them trains when, and what a reduced capacity learns from the full one."""
+"""Elasticity: which capacities there are, which of them trains when, and what a reduced one learns from the full."""

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megatron_essh.config import RunConfig
 from megatron_essh.elastic.capacity import Capacity
-from megatron_essh.model.gradient import GradientScale
 from megatron_essh.model.language_model import LanguageModel, Observer
+from megatron_essh.model.prefix import GradientScale
 from megatron_essh.ops.linear_loss import cross_entropy, distillation, refinement
 
 
@@ -93,7 +93,9 @@ def refinement_loss(
 ) -> MicroLoss:
     """A refinement micro-batch: CE(full) + CE(T) + w TV(stopgrad p_full, p_T); one full forward serves both."""
     full = model.hidden(inputs_BT, documents_BT=documents_BT)
-    tier = model.hidden(inputs_BT, capacity, documents_BT=documents_BT, gradient_scale=reduced_gradient_scale(config))
+    tier = model.hidden(
+        inputs_BT, capacity, documents_BT=documents_BT, gradient_scale=reduced_gradient_scale(config)
+    )
     objective, full_ce, tier_ce, tv = refinement(
         full.flatten(0, 1),
         tier.flatten(0, 1),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_essh.config import ModelConfig
-from megatron_essh.model.gradient import scale_gradient
+from megatron_essh.model.prefix import prefix
 
 
 class FeedForward(nn.Module):
@@ -37,8 +37,8 @@ class FeedForward(nn.Module):
         observe: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         """u_BTD -> y_BTD with the first `ff_width` units; `observe` is shown the units' activations [B, T, n]."""
-        gate_up = scale_gradient(self.gate_up[:ff_width], gradient_scale)
-        down = scale_gradient(self.down[:ff_width], gradient_scale)
+        gate_up = prefix(self.gate_up, ff_width, gradient_scale)
+        down = prefix(self.down, ff_width, gradient_scale)
         gate_BTN, up_BTN = F.linear(u_BTD, gate_up.flatten(0, 1)).unflatten(-1, (ff_width, 2)).unbind(-1)
         units_BTN = F.silu(gate_BTN) * up_BTN
         if observe is not None:

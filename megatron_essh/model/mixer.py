@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_essh.config import ModelConfig
-from megatron_essh.model.gradient import scale_gradient
+from megatron_essh.model.prefix import prefix
 from megatron_essh.ops.selective_scan import ModalTables, selective_scan
 from megatron_essh.spectral.banks import build_bank
 
@@ -65,7 +65,7 @@ class SpectralMixer(nn.Module):
     def tables(self, channels: int, scale: float = 1.0) -> ModalTables:
         """The first `channels` rows of every per-channel table."""
         named = (getattr(self, name) for name in ModalTables._fields)
-        return ModalTables(*(scale_gradient(table[:channels], scale) for table in named))
+        return ModalTables(*(prefix(table, channels, scale) for table in named))
 
     def forward(
         self,
@@ -84,11 +84,15 @@ class SpectralMixer(nn.Module):
         """
         config = self.config
         p, m = config.value_width, config.modes
-        w_in = scale_gradient(self.in_proj[:channels], gradient_scale)
-        w_out = scale_gradient(self.out_proj[: channels * p], gradient_scale)
+        w_in = prefix(self.in_proj, channels, gradient_scale)
+        w_out = prefix(self.out_proj, channels * p, gradient_scale)
         raw_BTKX = F.linear(u_BTD, w_in.flatten(0, 1)).unflatten(-1, (channels, p + 3 * m))
-        if config.clock == "constant":  # the clock's weights stay at zero: its pre-activation is the bias alone
-            raw_BTKX = torch.cat([raw_BTKX[..., : p + 2 * m], torch.zeros_like(raw_BTKX[..., p + 2 * m :])], dim=-1)
+        if (
+            config.clock == "constant"
+        ):  # the clock's weights stay at zero: its pre-activation is the bias alone
+            raw_BTKX = torch.cat(
+                [raw_BTKX[..., : p + 2 * m], torch.zeros_like(raw_BTKX[..., p + 2 * m :])], dim=-1
+            )
         z_BTKP, state_BKM2P = selective_scan(
             raw_BTKX,
             self.tables(channels, gradient_scale),

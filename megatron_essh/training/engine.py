@@ -62,7 +62,13 @@ class NativeEngine:
     """
 
     def __init__(
-        self, model: LanguageModel, config: RunConfig, stage: Stage, device: torch.device, *, eod: int | None = None
+        self,
+        model: LanguageModel,
+        config: RunConfig,
+        stage: Stage,
+        device: torch.device,
+        *,
+        eod: int | None = None,
     ) -> None:
         if config.data.document_mask and eod is None:
             raise UserError("data.document_mask is true, but the tokenizer's end-of-document id is not known")
@@ -142,7 +148,7 @@ class NativeEngine:
                 cut = None if documents is None else documents[rows].to(self.device)
                 with self._autocast():
                     loss = self._loss(inputs[rows].to(self.device), labels[rows].to(self.device), cut, budget)
-                (loss.objective / valid).backward()  # type: ignore[no-untyped-call]  # torch ships no type for it
+                (loss.objective / valid).backward()
                 sums.add(budget, loss, int((labels[rows] != IGNORED).sum()))
         return sums, valid
 
@@ -163,7 +169,10 @@ class NativeEngine:
         """Reorder a layer's units: weights, both moments and the statistic."""
         for part in ("gate_up", "down"):
             parameter = self.model.get_parameter(f"blocks.{layer}.feed_forward.{part}")
-            rows = [parameter.data, *(v for v in self.optimizer.state.get(parameter, {}).values() if _has_rows(v, parameter))]
+            rows = [
+                parameter.data,
+                *(v for v in self.optimizer.state.get(parameter, {}).values() if _has_rows(v, parameter)),
+            ]
             for tensor in rows:
                 tensor.copy_(tensor[order_N])
         self.statistics.permute(layer, order_N)
@@ -212,7 +221,9 @@ class NativeEngine:
             UserError: a tensor is missing, unknown or of another shape.
         """
         expected = self.state_tensors()
-        random = {name for name in (*expected, *tensors) if name.startswith("rng.")}  # a resume may change device
+        random = {
+            name for name in (*expected, *tensors) if name.startswith("rng.")
+        }  # a resume may change device
         missing = sorted(set(expected) - set(tensors) - random)
         unknown = sorted(set(tensors) - set(expected) - random)
         if missing or unknown:
@@ -260,13 +271,17 @@ class NativeEngine:
 
     def _clip(self) -> float:
         for parameter in self.model.parameters():
-            if parameter.grad is None:  # used by no slot of this step (a neutral gate's bias): its moments still decay
+            if (
+                parameter.grad is None
+            ):  # used by no slot of this step (a neutral gate's bias): its moments still decay
                 parameter.grad = torch.zeros_like(parameter)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip_norm)
         return float(norm)
 
     def _autocast(self) -> AbstractContextManager[object]:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.training.precision == "bf16")
+        return torch.autocast(
+            self.device.type, torch.bfloat16, enabled=self.config.training.precision == "bf16"
+        )
 
 
 class StepSums:

@@ -1,4 +1,4 @@
-"""Scaling a weight's gradient without touching its value (section 5: W_hat = a W + (1 - a) stopgrad(W))."""
+"""Prefix views of weights: what a capacity is made of (section 4), with the scaled gradient of section 5."""
 
 from __future__ import annotations
 
@@ -36,3 +36,12 @@ def scale_gradient(weight: Tensor, scale: float) -> Tensor:
     if scale == 1.0:
         return weight
     return _ScaledGradient.apply(weight, scale)
+
+
+def prefix(weight: Tensor, rows: int, scale: float = 1.0) -> Tensor:
+    """The first `rows` rows of `weight`, as a view, with its gradient multiplied by `scale`.
+
+    All rows are the weight itself: the full capacity pays for no slice, forward or backward.
+    """
+    view = weight if rows == weight.shape[0] else weight[:rows]
+    return scale_gradient(view, scale)

@@ -1,0 +1,188 @@
+"""The one place that opens a trained model: a run's folder, one of its checkpoints, or an export.
+
+Hashes are verified, tensors must be exactly the model's, nothing is unpickled. What a user can have got wrong
+is a `UserError` that names the file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron_essh.config import (
+    ModelConfig,
+    RunConfig,
+    TokenizerConfig,
+    config_from_mapping,
+)
+from megatron_essh.data.tokenizers import Tokenizer, build_tokenizer
+from megatron_essh.errors import UserError
+from megatron_essh.export.folder import RECORD_FILE, read_export
+from megatron_essh.export.provenance import Provenance, TokenizerReference, recorded_tokenizer
+from megatron_essh.model.language_model import LanguageModel
+from megatron_essh.training.checkpoint import load_checkpoint, model_sha256, resolve_checkpoint
+
+SHOWN = 3
+"""Names that an error lists."""
+
+
+def pick_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
+    """The device that a command's --device means; auto takes a GPU where there is one.
+
+    Raises:
+        UserError: cuda was asked for and there is none.
+    """
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise UserError("--device cuda: no CUDA device here; give cpu or auto")
+    return torch.device("cuda" if available and name != "cpu" else "cpu")
+
+
+def open_model(
+    path: str | Path, device: torch.device | str = "cpu"
+) -> tuple[LanguageModel, RunConfig, Provenance]:
+    """Build the model that `path` holds, in evaluation mode and without gradients.
+
+    Raises:
+        UserError: as `open_tensors` and `build_model`.
+    """
+    tensors, config, provenance = open_tensors(path)
+    return build_model(tensors, config.model, provenance.path, device), config, provenance
+
+
+def open_tensors(path: str | Path) -> tuple[dict[str, Tensor], RunConfig, Provenance]:
+    """The verified parameters that `path` holds, by plain name and on the CPU, with config and provenance.
+
+    Args:
+        path: a run's output folder or its folder of checkpoints (the newest whole checkpoint is taken), a
+            checkpoint folder, or an export folder.
+
+    Raises:
+        UserError: missing, truncated, damaged, foreign or unfinished.
+    """
+    folder = Path(path)
+    if not folder.exists():
+        raise UserError(f"{folder}: no such folder; give a run, a checkpoint or an export")
+    if not folder.is_dir():
+        raise UserError(f"{folder}: is a file; give the folder of a run, a checkpoint or an export")
+    if (folder / RECORD_FILE).exists():
+        tensors, config, record = read_export(folder)
+        return tensors, config, record.provenance(folder)
+    return _open_checkpoint(resolve_checkpoint(folder))
+
+
+def _open_checkpoint(folder: Path) -> tuple[dict[str, Tensor], RunConfig, Provenance]:
+    saved, values = load_checkpoint(folder, model_only=True)
+    state = folder / "state.json"
+    missing = [key for key in ("config", "stage", "step") if key not in values]
+    if missing:
+        raise UserError(f"{state}: has no {missing[0]}: not the checkpoint of a training run")
+    config = config_from_mapping(RunConfig, values["config"], str(state))
+    tensors = {name.removeprefix("model."): tensor for name, tensor in saved.items()}
+    provenance = Provenance(
+        kind="checkpoint",
+        path=str(folder.resolve()),
+        sha256=model_sha256(folder),
+        tier="full",
+        step=values["step"],
+        stage=values["stage"],
+        tokenizer=_tokenizer_reference(config),
+    )
+    return tensors, config, provenance
+
+
+def build_model(
+    tensors: Mapping[str, Tensor], model: ModelConfig, where: str, device: torch.device | str = "cpu"
+) -> LanguageModel:
+    """A model of exactly these tensors, in evaluation mode and without gradients.
+
+    The model is built without initial values; on the CPU it takes over the tensors' memory.
+
+    Args:
+        tensors: parameters by plain name.
+        model: the shapes to expect.
+        where: names the tensors' origin in errors.
+        device: where the model is to be.
+
+    Raises:
+        UserError: a tensor is missing, unknown, or of another shape than the config makes it.
+    """
+    with torch.device("meta"):
+        built = LanguageModel(model)
+    expected = {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
+    missing = [name for name in expected if name not in tensors]
+    unknown = [name for name in tensors if name not in expected]
+    if missing or unknown:
+        found = [f"without {name}" for name in missing[:SHOWN]] + [f"with {name}" for name in unknown[:SHOWN]]
+        raise UserError(
+            f"{where}: not the tensors of its config's model: {', '.join(found)} "
+            f"({len(missing)} missing, {len(unknown)} unknown)"
+        )
+    for name, shape in expected.items():
+        if tuple(tensors[name].shape) != shape:
+            raise UserError(
+                f"{where}: tensor {name} has shape {tuple(tensors[name].shape)}; its config says {shape}"
+            )
+    built.load_state_dict({name: tensors[name].to(device) for name in expected}, strict=True, assign=True)
+    return built.requires_grad_(False).eval()
+
+
+def open_tokenizer(
+    provenance: Provenance, given: TokenizerConfig | None = None, *, entries: int
+) -> Tokenizer | None:
+    """The tokenizer of a model, or None where neither the model nor the caller names one.
+
+    Args:
+        provenance: of the model.
+        given: takes the place of the recorded file, where that has moved.
+        entries: the model's vocabulary, padding included.
+
+    Raises:
+        UserError: the tokenizer cannot be read, is not the one that the model was trained with, or has more
+            entries than the model.
+    """
+    reference = provenance.tokenizer
+    config = given if given is not None or reference is None else reference.config
+    if config is None:
+        return None
+    tokenizer = build_tokenizer(config)
+    name = config.model or f"tokenizer {config.type}"
+    if reference is not None and tokenizer.fingerprint != reference.fingerprint:
+        raise UserError(
+            f"{name}: not the tokenizer that {provenance.path} was trained with (fingerprint "
+            f"{tokenizer.fingerprint[:12]}, recorded {reference.fingerprint[:12]})"
+        )
+    if tokenizer.vocab_size > entries:
+        raise UserError(
+            f"{name}: {tokenizer.vocab_size} entries, and the model's vocabulary has {entries}: "
+            "not the tokenizer it was trained with"
+        )
+    return tokenizer
+
+
+def _tokenizer_reference(config: RunConfig) -> TokenizerReference | None:
+    """What a run's data was made with: the training pair's sidecar says, or the config."""
+    recorded = None if config.data.train is None else recorded_tokenizer(config.data.train)
+    if recorded is not None:
+        return recorded
+    named = config.data.tokenizer
+    if named is None:
+        return None
+    try:
+        tokenizer = build_tokenizer(named)
+    except UserError as error:  # only some uses of a model need its tokenizer
+        print(f"warning: the model's tokenizer is not known: {error}", file=sys.stderr)
+        return None
+    place = None if named.model is None else str(Path(named.model).resolve())
+    return TokenizerReference(
+        config=dataclasses.replace(named, model=place),
+        fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        eod=tokenizer.eod,
+    )
