@@ -1,0 +1,69 @@
+"""A byte-level BPE trained from files: what tools/train_tokenizer.py does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from megatron_essh.data.documents import batches, read_batch
+from megatron_essh.data.files import StagedFile
+from megatron_essh.errors import UserError
+from megatron_essh.files import sync_folder
+
+END_OF_DOCUMENT = "<|endoftext|>"
+SMALLEST_VOCABULARY = 257  # every byte, and the end of a document
+
+
+def train_bpe(
+    files: Sequence[Path],
+    vocab_size: int,
+    output: Path,
+    *,
+    key: str = "text",
+    encoding_errors: Literal["strict", "replace"] = "strict",
+) -> int:
+    """Train on the documents of `files` and write a tokenizer.json to `output`, whole or not at all.
+
+    Text is split as GPT-2 does it; every byte has a token, so that any text comes back; `<|endoftext|>` is id
+    0. The same files give the same file.
+
+    Returns:
+        Entries of the vocabulary: fewer than `vocab_size` where the text has no more pairs to merge.
+
+    Raises:
+        UserError: a vocabulary below 257, unreadable input, or an output that cannot be written.
+    """
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise UserError(
+            f"--vocab-size {vocab_size}: must be at least {SMALLEST_VOCABULARY}: every byte, and {END_OF_DOCUMENT}"
+        )
+    if output.is_dir():
+        raise UserError(f"--output {output}: a folder; name the file, say {output / 'tokenizer.json'}")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    staged = StagedFile(output)
+    try:
+        tokenizer.train_from_iterator(_texts(files, key, encoding_errors), trainer)
+        staged.write(tokenizer.to_str(pretty=True).encode())
+        staged.seal()
+        staged.publish()
+    finally:
+        staged.discard()
+    sync_folder(output.parent)
+    return tokenizer.get_vocab_size()
+
+
+def _texts(files: Sequence[Path], key: str, encoding_errors: str) -> Iterator[str]:
+    for batch in batches(files):
+        for document in read_batch(batch, (key,), encoding_errors):
+            yield from document[0]

@@ -1,0 +1,305 @@
+"""Token pairs `P.bin` + `P.idx`, byte for byte Megatron's (`index_format`), written and read.
+
+Knows nothing of text and of tokenizers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_essh.data.files import StagedFile
+from megatron_essh.data.index_format import (
+    CHUNK,
+    CODES,
+    HEADER,
+    check_boundaries,
+    check_sequences,
+    content_digest,
+    file_bytes,
+    pack_header,
+    read_header,
+    token_dtype,
+)
+from megatron_essh.data.sidecar import read_sidecar, sidecar_path
+from megatron_essh.errors import UserError
+from megatron_essh.files import sync_folder
+
+__all__ = ["IndexedDataset", "IndexedDatasetWriter", "check_token_ids", "token_dtype"]
+
+
+class IndexedDatasetWriter:
+    """Writes a pair document by document in bounded memory.
+
+    The pair appears when `finish` is called (or the `with` block ends well), whole: `.bin` takes its name
+    first, the `.idx` that makes it readable last. A pair of the same prefix is replaced, and from the moment
+    it is touched until the new one stands there is no `.idx`. `discard` (or an exception in the `with` block)
+    leaves nothing.
+
+    Args:
+        prefix: path without `.bin` and `.idx`; missing folders are made.
+        dtype: token type, see `token_dtype`.
+
+    Raises:
+        UserError: the output cannot be written (a full disk, another run at the same prefix), or a token does
+            not fit `dtype`.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
+        self.prefix = Path(prefix)
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        assert self.dtype in CODES, f"no code for token type {self.dtype}"
+        self.documents = 0
+        self.sequences = 0
+        self.tokens = 0
+        self.largest_id = -1
+        self._published = False
+        self._parts: list[StagedFile] = []
+        try:
+            self._bin = self._stage(".bin")
+            # The index's columns grow in files of their own and are joined at the end: a corpus of a billion
+            # documents does not fit in memory twice.
+            self._lengths = self._stage(".idx.lengths")
+            self._boundaries = self._stage(".idx.boundaries")
+            self._idx = self._stage(".idx")
+        except BaseException:
+            self.discard()
+            raise
+
+    def __enter__(self) -> IndexedDatasetWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.discard()
+        elif not self._published:
+            self.finish()
+
+    def add_document(self, *sequences: npt.ArrayLike) -> None:
+        """Append one document of one or more sequences of token ids; without tokens it is empty."""
+        arrays = [array for array in map(np.asarray, sequences) if array.size]
+        tokens = np.concatenate(arrays) if arrays else np.empty(0, self.dtype)
+        self.add_documents(tokens, [array.size for array in arrays], [len(arrays)])
+
+    def add_documents(self, tokens: npt.NDArray[Any], lengths: npt.ArrayLike, sequences: npt.ArrayLike) -> None:
+        """Append many documents at once.
+
+        Args:
+            tokens: the ids of all sequences, one after the other.
+            lengths: tokens in each sequence.
+            sequences: number of sequences in each document, 0 for an empty one.
+        """
+        lengths_N, sequences_D = np.asarray(lengths, np.int64), np.asarray(sequences, np.int64)
+        assert int(lengths_N.sum()) == tokens.size, "lengths do not add up to the tokens"
+        assert int(sequences_D.sum()) == lengths_N.size, "sequences do not add up to the lengths"
+        if tokens.size:
+            if int(lengths_N.max()) > np.iinfo(np.int32).max:
+                raise UserError(
+                    f"{self.prefix}.bin: a sequence of {int(lengths_N.max())} tokens; the format's limit is "
+                    f"{np.iinfo(np.int32).max}; split the document"
+                )
+            self._check_fit(tokens)
+            self.largest_id = max(self.largest_id, int(tokens.max()))
+            self._bin.write(_raw(tokens.astype(self.dtype, copy=False)))
+            self._lengths.write(_raw(lengths_N.astype("<i4")))
+        self._boundaries.write(_raw((self.sequences + np.cumsum(sequences_D)).astype("<i8")))
+        self.documents += sequences_D.size
+        self.sequences += lengths_N.size
+        self.tokens += tokens.size
+
+    def finish(self) -> None:
+        """Complete the pair and give it its name."""
+        try:
+            self.seal()
+            self.publish()
+        except BaseException:
+            self.discard()
+            raise
+
+    def seal(self) -> None:
+        """Bring the complete pair to the disk under its temporary names: what can still fail, fails here."""
+        self._idx.write(pack_header(self.dtype, self.sequences, self.documents))
+        for chunk in _chunks(self._lengths, 4):
+            self._idx.write(chunk)
+        offset = 0
+        for chunk in _chunks(self._lengths, 4):
+            ends = offset + np.cumsum(np.frombuffer(chunk, "<i4"), dtype=np.int64) * self.dtype.itemsize
+            self._idx.write(_raw(np.concatenate([[offset], ends[:-1]]).astype("<i8")))
+            offset = int(ends[-1])
+        self._idx.write(bytes(8))
+        for chunk in _chunks(self._boundaries, 8):
+            self._idx.write(chunk)
+        self._bin.seal()
+        self._idx.seal()
+
+    def retract(self) -> None:
+        """Take an earlier pair of this prefix away: what is left of it cannot be read as one."""
+        sidecar_path(self.prefix).unlink(missing_ok=True)
+        self._idx.path.unlink(missing_ok=True)
+        sync_folder(self.prefix.parent)
+
+    def publish(self) -> None:
+        """Give the sealed pair its name."""
+        self.retract()  # a reader must never pair the new .bin with an old .idx
+        self._bin.publish()
+        self._idx.publish()
+        sync_folder(self.prefix.parent)
+        self._published = True
+        self.discard()
+
+    def discard(self) -> None:
+        """Remove every temporary file."""
+        for part in self._parts:
+            part.discard()
+
+    def _stage(self, suffix: str) -> StagedFile:
+        part = StagedFile(Path(f"{self.prefix}{suffix}"))
+        self._parts.append(part)
+        return part
+
+    def _check_fit(self, tokens: npt.NDArray[Any]) -> None:
+        if tokens.dtype == self.dtype or self.dtype.kind == "f":
+            return
+        limits = np.iinfo(self.dtype)
+        for value in (int(tokens.min()), int(tokens.max())):
+            if not limits.min <= value <= limits.max:
+                raise UserError(
+                    f"{self.prefix}.bin: token id {value} does not fit {self.dtype.name}; "
+                    "name the tokenizer's real vocabulary size"
+                )
+
+
+class IndexedDataset:
+    """A pair, memory-mapped and checked when opened.
+
+    Opening reads the whole `.idx` once, a chunk at a time; tokens are read from the map when asked for.
+
+    Attributes:
+        prefix: path without suffix.
+        dtype: token type.
+        sizes: int32 [N], tokens in each sequence. A map of the file, not aligned in memory.
+        boundaries: int64 [documents + 1], first sequence of each document. A map of the file, not aligned.
+        tokens: tokens in all.
+        documents: documents in all, empty ones included.
+        flat: every token in the file's order, [tokens].
+
+    Raises:
+        UserError: a file is missing, empty, truncated or not Megatron's, or the two do not belong together.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = Path(prefix)
+        bin_path, idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+        bin_bytes = file_bytes(bin_path, self.prefix)
+        idx_bytes = file_bytes(idx_path, self.prefix)
+        self.dtype, sequences, boundaries = read_header(idx_path, idx_bytes)
+        index = np.memmap(idx_path, np.uint8, "r")
+        start = HEADER.size
+        self.sizes: npt.NDArray[np.int32] = np.ndarray((sequences,), "<i4", index, start)
+        self._offsets: npt.NDArray[np.int64] = np.ndarray((sequences,), "<i8", index, start + 4 * sequences)
+        self.boundaries: npt.NDArray[np.int64] = np.ndarray((boundaries,), "<i8", index, start + 12 * sequences)
+        self.documents = boundaries - 1
+        check_boundaries(idx_path, self.boundaries, sequences)
+        described = check_sequences(idx_path, self.sizes, self._offsets, self.dtype.itemsize)
+        if bin_bytes != described:
+            state = "is truncated" if bin_bytes < described else "does not belong to this index"
+            raise UserError(
+                f"{bin_path}: {bin_bytes} bytes, and {idx_path} describes {described}: the file {state}; "
+                "copy or make the pair again"
+            )
+        self.tokens = described // self.dtype.itemsize
+        self.flat: npt.NDArray[Any] = (
+            np.memmap(bin_path, self.dtype, "r").view(np.ndarray) if self.tokens else np.empty(0, self.dtype)
+        )
+
+    def __len__(self) -> int:
+        """Number of sequences N."""
+        return len(self.sizes)
+
+    def __getitem__(self, index: int) -> npt.NDArray[Any]:
+        """Tokens of sequence `index`, [sizes[index]], a read-only view of the file."""
+        start = self.start(index)
+        return self.flat[start : start + int(self.sizes[index])]
+
+    def start(self, index: int) -> int:
+        """Position in `flat` of the first token of sequence `index`."""
+        return int(self._offsets[index]) // self.dtype.itemsize
+
+    def document(self, index: int) -> npt.NDArray[Any]:
+        """Tokens of document `index`, its sequences joined; a read-only view of the file."""
+        if not 0 <= index < self.documents:
+            raise IndexError(f"document {index} of {self.documents}")
+        first, last = int(self.boundaries[index]), int(self.boundaries[index + 1])
+        if first == last:
+            return self.flat[:0]
+        return self.flat[self.start(first) : self.start(last - 1) + int(self.sizes[last - 1])]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the pair's content, 64 hex digits; the same wherever the files lie.
+
+        A file of up to 64 MiB counts whole; of a larger one its size, its head and tail and 254 blocks of 256
+        KiB spread evenly between them count, so that a terabyte is identified in less than a second.
+        """
+        digest = hashlib.sha256(b"megatron_essh token pair\n")
+        for suffix in (".idx", ".bin"):
+            digest.update(content_digest(Path(f"{self.prefix}{suffix}")))
+        return digest.hexdigest()
+
+    @cached_property
+    def id_range(self) -> tuple[int, int]:
+        """Smallest and largest token id; (0, -1) where there is no token.
+
+        Taken from the sidecar where that describes exactly this content, else measured by reading every
+        token.
+        """
+        if self.tokens == 0:
+            return 0, -1
+        sidecar = read_sidecar(self.prefix)
+        if sidecar is not None and sidecar["data_fingerprint"] == self.fingerprint:
+            return 0, sidecar["largest_id"]
+        smallest, largest = np.iinfo(np.int64).max, np.iinfo(np.int64).min
+        for begin in range(0, self.tokens, 16 * CHUNK):
+            chunk = self.flat[begin : begin + 16 * CHUNK]
+            smallest, largest = min(smallest, int(chunk.min())), max(largest, int(chunk.max()))
+        return smallest, largest
+
+
+def check_token_ids(dataset: IndexedDataset, vocab_size: int) -> None:
+    """Hold every token of `dataset` to 0 <= id < vocab_size.
+
+    Raises:
+        UserError: an id lies outside, or the pair holds no token ids at all (a floating-point type).
+    """
+    name = f"{dataset.prefix}.bin"
+    if dataset.dtype.kind == "f":
+        raise UserError(f"{name}: holds {dataset.dtype.name}, not token ids; name a pair of tokens")
+    smallest, largest = dataset.id_range
+    if smallest < 0:
+        raise UserError(
+            f"{name}: token id {smallest} is negative: the file is damaged or holds no tokens; make it again"
+        )
+    if largest >= vocab_size:
+        raise UserError(
+            f"{name}: token id {largest} lies outside the model's vocabulary of {vocab_size}; "
+            f"set model.vocab_size to at least {largest + 1}, or make the data with the model's tokenizer"
+        )
+
+
+def _raw(array: npt.NDArray[Any]) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _chunks(part: StagedFile, itemsize: int) -> Iterator[bytes]:
+    """What was written to `part`, in pieces of whole items."""
+    for offset in range(0, part.bytes, CHUNK * itemsize):
+        yield part.read_at(offset, min(CHUNK * itemsize, part.bytes - offset))

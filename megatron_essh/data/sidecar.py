@@ -1,0 +1,67 @@
+"""The small JSON beside a token pair: which tokenizer made it, and what it holds.
+
+`P.json` belongs to `P.bin` and `P.idx`. A pair without one (Megatron's own) is a whole pair; what the sidecar
+would have said must then be given or measured.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_essh.errors import UserError
+from megatron_essh.files import write_atomically
+
+_TYPES: dict[str, type] = {
+    "tokenizer": dict,
+    "fingerprint": str,
+    "vocab_size": int,
+    "padded_vocab_size": int,
+    "eod": int,
+    "documents": int,
+    "tokens": int,
+    "largest_id": int,
+    "data_fingerprint": str,
+}
+
+
+def sidecar_path(prefix: str | Path) -> Path:
+    """`<prefix>.json`."""
+    return Path(f"{prefix}.json")
+
+
+def write_sidecar(prefix: str | Path, content: dict[str, Any]) -> None:
+    """Write the sidecar of `prefix`, whole or not at all.
+
+    Keys: `tokenizer` (a `TokenizerConfig` mapping, its path absolute), `fingerprint` (the tokenizer's),
+        `vocab_size`
+    (the tokenizer's), `padded_vocab_size`, `eod`, `documents`, `tokens`, `largest_id` (-1 where there is no
+    token), `data_fingerprint` (`IndexedDataset.fingerprint` of the pair that the other figures describe).
+    """
+    assert set(content) == set(_TYPES), f"a sidecar holds {sorted(_TYPES)}, got {sorted(content)}"
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    write_atomically(sidecar_path(prefix), text.encode())
+
+
+def read_sidecar(prefix: str | Path) -> dict[str, Any] | None:
+    """The sidecar of `prefix`, or None where there is none.
+
+    Raises:
+        UserError: the file is there and is not a sidecar.
+    """
+    path = sidecar_path(prefix)
+    remedy = "remove it, or make the pair again with tools/preprocess_data.py"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
+        raise UserError(f"{path}: not a JSON file ({error}); {remedy}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: expected a JSON object, found {type(content).__name__}; {remedy}")
+    for key, kind in _TYPES.items():
+        value = content.get(key)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise UserError(f"{path}: {key}: expected {kind.__name__}, got {value!r}; {remedy}")
+    return content

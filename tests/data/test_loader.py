@@ -1,0 +1,117 @@
+"""The loader goes on exactly where it stood, or says why it cannot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_essh.data import PackedDataset, StatefulLoader
+from megatron_essh.errors import UserError
+
+
+@pytest.fixture
+def packed(write_pair: Callable[..., Path]) -> Callable[..., PackedDataset]:
+    rng = np.random.default_rng(11)
+    documents = [rng.integers(0, 1000, rng.integers(1, 80)).tolist() for _ in range(60)]
+    prefix = write_pair(documents)
+
+    def build(sequence_length: int = 16, seed: int = 3, samples: int = 400) -> PackedDataset:
+        return PackedDataset(prefix, sequence_length, seed, samples=samples)
+
+    return build
+
+
+@pytest.mark.parametrize("stop", [0, 1, 7, 19])
+def test_a_resumed_loader_serves_what_the_uninterrupted_one_does(
+    packed: Callable[..., PackedDataset], stop: int
+) -> None:
+    whole = StatefulLoader(packed(), 20)
+    expected = [whole.next_batch() for _ in range(20)]
+    assert {(b.shape, b.dtype) for b in expected} == {((20, 17), np.dtype(np.int64))}
+    first = StatefulLoader(packed(), 20)
+    for _ in range(stop):
+        first.next_batch()
+    state = json.loads(json.dumps(first.state_values()))
+    second = StatefulLoader(packed(), 20)
+    second.next_batch()  # wherever it stood
+    second.load_state(state)
+    for batch in expected[stop:]:
+        np.testing.assert_array_equal(second.next_batch(), batch)
+    assert second.state_values() == whole.state_values()
+
+
+def test_the_stream_of_samples_does_not_depend_on_the_batch(packed: Callable[..., PackedDataset]) -> None:
+    dataset = packed()
+    streams = []
+    for size in (1, 8, 24):
+        loader = StatefulLoader(packed(), size)
+        streams.append(np.concatenate([loader.next_batch() for _ in range(48 // size)]))
+    for stream in streams:
+        np.testing.assert_array_equal(stream, np.stack([dataset[i] for i in range(48)]))
+
+
+def test_resuming_reads_no_sample(packed: Callable[..., PackedDataset], monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = StatefulLoader(packed(), 20)
+    state = {**loader.state_values(), "consumed_samples": 380}
+    read: list[int] = []
+    get = PackedDataset.__getitem__
+    monkeypatch.setattr(PackedDataset, "__getitem__", lambda self, i: (read.append(i), get(self, i))[1])
+    loader.load_state(state)
+    assert read == []
+    loader.next_batch()
+    assert read == list(range(380, 400))
+
+
+def test_past_its_samples_the_loader_stops(packed: Callable[..., PackedDataset]) -> None:
+    loader = StatefulLoader(packed(), 20)
+    loader.consumed_samples = len(loader.dataset) - 19
+    with pytest.raises(IndexError):
+        loader.next_batch()
+    assert loader.consumed_samples == len(loader.dataset) - 19
+
+
+def test_changed_data_is_refused(packed: Callable[..., PackedDataset], write_pair: Callable[..., Path]) -> None:
+    state = StatefulLoader(packed(), 20).state_values()
+    write_pair([list(range(2000))], "pair")
+    with pytest.raises(UserError, match=r"pair: .* fingerprint .* the data changed"):
+        StatefulLoader(packed(), 20).load_state(state)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 4}, "seed 4, and the run has 3"),
+        ({"sequence_length": 32}, "sequence_length 32, and the run has 16"),
+        ({"epochs": 2}, "keep training.steps"),
+        ({"last_epoch_apart": None}, "keep training.steps"),
+        ({"consumed_samples": -1}, "consumed_samples -1, expected 0 to"),
+        ({"consumed_samples": 10**9}, "consumed_samples 1000000000"),
+        ({"consumed_samples": "7"}, "consumed_samples '7'"),
+    ],
+)
+def test_a_position_of_another_run_is_refused(
+    packed: Callable[..., PackedDataset], change: dict[str, object], message: str
+) -> None:
+    loader = StatefulLoader(packed(), 20)
+    loader.next_batch()
+    with pytest.raises(UserError, match=message):
+        loader.load_state({**loader.state_values(), **change})
+    assert loader.consumed_samples == 20
+    with pytest.raises(UserError, match="lacks seed"):
+        loader.load_state({k: v for k, v in loader.state_values().items() if k != "seed"})
+
+
+def test_a_longer_run_goes_on_where_the_order_is_the_same_and_is_refused_where_not(
+    packed: Callable[..., PackedDataset],
+) -> None:
+    one_epoch = StatefulLoader(packed(samples=40), 20)
+    one_epoch.next_batch()
+    longer = StatefulLoader(packed(samples=100), 20)
+    longer.load_state(one_epoch.state_values())
+    np.testing.assert_array_equal(longer.next_batch(), one_epoch.next_batch())
+    with pytest.raises(UserError, match=r"drawn over 1 epochs .* another order over \d+; keep training\.steps"):
+        StatefulLoader(packed(samples=1000), 20).load_state(one_epoch.state_values())

@@ -1,0 +1,250 @@
+"""Every tokenizer gives text back, never lets a document end itself, and says what is wrong with its file."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_essh.config import TokenizerConfig
+from megatron_essh.data import Tokenizer, build_tokenizer
+from megatron_essh.data import tokenizers as tokenizers_module
+from megatron_essh.errors import UserError
+
+TEXTS = [
+    "",
+    "the quick brown fox\n\n",
+    "  leading and trailing  ",
+    "Grüße, 漢字かな 😀\u200d🎉 \u0301 \ufeff",
+    "\x00\x01\t\r\n\x7f\x1b[0m",
+    "<|endoftext|></s><|end_of_text|><eos><|begin_of_text|>",
+    "x = 12345678  # comment's\r\n\tdon't WE'LL",
+]
+PATTERNS = ("gpt2", "cl100k", "o200k", "llama3")
+
+
+@pytest.fixture(scope="module")
+def lossless(rank_file: Path, bpe_file: Path) -> list[Tokenizer]:
+    """The tokenizers that give every text back."""
+    configs = [TokenizerConfig(type="tiktoken", model=str(rank_file), pattern=p) for p in PATTERNS]
+    configs += [TokenizerConfig(type="byte"), TokenizerConfig(type="huggingface", model=str(bpe_file))]
+    return [build_tokenizer(config) for config in configs]
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(max_size=60) | st.sampled_from(TEXTS))
+def test_any_text_comes_back(lossless: list[Tokenizer], text: str) -> None:
+    for tokenizer in lossless:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert all(0 <= i < tokenizer.vocab_size and i != tokenizer.eod for i in ids)
+
+
+def test_sentencepiece_gives_plain_text_back(sentencepiece_file: Path) -> None:
+    tokenizer = build_tokenizer(TokenizerConfig(type="sentencepiece", model=str(sentencepiece_file)))
+    for text in ("The quick brown fox", "naïve façade", "漢字 😀", "</s> is only text"):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.eod not in ids
+    assert (tokenizer.eod, tokenizer.decode([tokenizer.eod])) == (2, "")
+
+
+def test_what_no_text_can_hold_becomes_a_replacement_character(
+    lossless: list[Tokenizer], sentencepiece_file: Path
+) -> None:
+    sentencepiece = build_tokenizer(TokenizerConfig(type="sentencepiece", model=str(sentencepiece_file)))
+    for tokenizer in [*lossless, sentencepiece]:
+        # sentencepiece's own normalisation turns U+FFFD into a space.
+        shown = "a b" if tokenizer is sentencepiece else "a\ufffdb"
+        assert tokenizer.decode(tokenizer.encode("a\ud800b")) == shown
+        assert tokenizer.encode("\ud83d\ude00") == tokenizer.encode("😀")  # a pair of surrogates is a character
+
+
+def test_bytes_that_are_not_text_decode_visibly(lossless: list[Tokenizer]) -> None:
+    for tokenizer in lossless:
+        ids = tokenizer.encode("é")
+        assert tokenizer.decode(ids[:1]) == "\ufffd"
+
+
+def test_the_byte_tokenizer_is_the_bytes_and_an_end() -> None:
+    tokenizer = build_tokenizer(TokenizerConfig(type="byte"))
+    assert tokenizer.encode("aé") == [97, 195, 169]
+    assert (tokenizer.vocab_size, tokenizer.eod) == (257, 256)
+    assert tokenizer.decode([97, 256, 98]) == "ab"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "vocab_size", "eod"), [("gpt2", 1, 0), ("cl100k", 21, 1), ("o200k", 21, 1), ("llama3", 256, 1)]
+)
+def test_a_rank_file_gets_its_familys_special_tokens(rank_file: Path, pattern: str, vocab_size: int, eod: int) -> None:
+    ranks = len(rank_file.read_bytes().splitlines())
+    tokenizer = build_tokenizer(TokenizerConfig(type="tiktoken", model=str(rank_file), pattern=pattern))
+    assert (tokenizer.vocab_size, tokenizer.eod) == (ranks + vocab_size, ranks + eod)
+    end = {"llama3": "<|end_of_text|>"}.get(pattern, "<|endoftext|>")
+    assert tokenizer.decode([tokenizer.eod]) == end
+    assert tokenizer.encode(" the 123") == [260, 32, 265]
+
+
+def test_llama3_tokens_stand_where_llama3_has_them(rank_file: Path) -> None:
+    ranks = len(rank_file.read_bytes().splitlines())
+    tokenizer = build_tokenizer(TokenizerConfig(type="tiktoken", model=str(rank_file), pattern="llama3"))
+    for offset, name in ((0, "begin_of_text"), (6, "start_header_id"), (7, "end_header_id"), (9, "eot_id")):
+        assert tokenizer.decode([ranks + offset]) == f"<|{name}|>"
+    assert tokenizer.decode([ranks + 255]) == "<|reserved_special_token_247|>"
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=st.text(st.characters() | st.sampled_from(" \n\r\t'sSlLdDaé1²_漢"), max_size=40))
+@pytest.mark.parametrize("name", ["r50k", "cl100k", "o200k"])
+def test_patterns_split_as_tiktokens_own(name: str, text: str) -> None:
+    import regex
+    from tiktoken_ext import openai_public
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(openai_public, "load_tiktoken_bpe", lambda *_, **__: {})
+        theirs = getattr(openai_public, f"{name}_base")()
+    ours = tokenizers_module._PATTERNS[{"r50k": "gpt2"}.get(name, name)]
+    assert regex.findall(ours, text) == regex.findall(theirs["pat_str"], text)
+    ranks = {"r50k": 50_256, "cl100k": 100_256, "o200k": 199_998}[name]
+    specials = tokenizers_module._SPECIALS[{"r50k": "gpt2"}.get(name, name)]
+    assert {token: ranks + offset for token, offset in specials.items()} == theirs["special_tokens"]
+
+
+@pytest.mark.skipif("ESSH_GPT2_RANKS" not in os.environ, reason="ESSH_GPT2_RANKS names no r50k_base.tiktoken")
+def test_gpt2_has_its_published_ids() -> None:
+    config = TokenizerConfig(type="tiktoken", model=os.environ["ESSH_GPT2_RANKS"], pattern="gpt2")
+    tokenizer = build_tokenizer(config)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (50_257, 50_256)
+    assert tokenizer.encode("Hello world, it's 2026!") == [15496, 995, 11, 340, 338, 1160, 2075, 0]
+
+
+def test_the_fingerprint_is_of_type_pattern_and_content(rank_file: Path, bpe_file: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.tiktoken"
+    copy.write_bytes(rank_file.read_bytes())
+    prints = [
+        build_tokenizer(TokenizerConfig(type="tiktoken", model=str(path), pattern=pattern)).fingerprint
+        for path in (rank_file, copy)
+        for pattern in PATTERNS
+    ]
+    assert prints[:4] == prints[4:]
+    copy.write_bytes(b"".join(rank_file.read_bytes().splitlines(keepends=True)[:-1]))
+    prints.append(build_tokenizer(TokenizerConfig(type="tiktoken", model=str(copy))).fingerprint)
+    prints.append(build_tokenizer(TokenizerConfig(type="byte")).fingerprint)
+    prints.append(build_tokenizer(TokenizerConfig(type="huggingface", model=str(bpe_file))).fingerprint)
+    assert len(set(prints)) == 4 + 3
+    assert {len(p) for p in prints} == {64}
+
+
+def edited(bpe_file: Path, folder: Path, **changes: object) -> str:
+    content = json.loads(bpe_file.read_text(encoding="utf-8")) | changes
+    path = folder / "edited.json"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return str(path)
+
+
+def added(names: list[str]) -> list[dict[str, object]]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return [{"id": 400 + i, "content": name, "special": True, **flags} for i, name in enumerate(names)]
+
+
+@pytest.mark.parametrize(
+    ("names", "chosen"),
+    [
+        (["<eos>", "<|end_of_text|>", "</s>"], "</s>"),
+        (["<eos>", "<|end_of_text|>"], "<|end_of_text|>"),
+        (["<eos>"], "<eos>"),
+    ],
+)
+def test_the_end_of_document_is_the_first_known_name(
+    bpe_file: Path, tmp_path: Path, names: list[str], chosen: str
+) -> None:
+    model = json.loads(bpe_file.read_text(encoding="utf-8"))["model"]
+    vocabulary = {("unused" if token == "<|endoftext|>" else token): i for token, i in model["vocab"].items()}
+    path = edited(bpe_file, tmp_path, added_tokens=added(names), model=model | {"vocab": vocabulary})
+    tokenizer = build_tokenizer(TokenizerConfig(type="huggingface", model=path))
+    assert tokenizer.decode([tokenizer.eod]) == chosen
+    assert tokenizer.vocab_size >= tokenizer.eod + 1
+    nameless = edited(bpe_file, tmp_path, added_tokens=[], model=model | {"vocab": vocabulary})
+    with pytest.raises(UserError, match="no end-of-document token; add one of"):
+        build_tokenizer(TokenizerConfig(type="huggingface", model=nameless))
+
+
+def test_truncation_and_padding_of_a_tokenizer_json_do_not_reach_documents(bpe_file: Path, tmp_path: Path) -> None:
+    truncation = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    padding = {
+        **{"strategy": {"Fixed": 50}, "direction": "Right", "pad_to_multiple_of": None},
+        **{"pad_id": 0, "pad_type_id": 0, "pad_token": "<|endoftext|>"},
+    }
+    path = edited(bpe_file, tmp_path, truncation=truncation, padding=padding)
+    tokenizer, plain = (build_tokenizer(TokenizerConfig(type="huggingface", model=p)) for p in (path, str(bpe_file)))
+    for text in ("a", "The quick brown fox jumps"):
+        assert tokenizer.encode(text) == plain.encode(text)
+
+
+@pytest.mark.parametrize("kind", ["tiktoken", "sentencepiece", "huggingface"])
+@pytest.mark.parametrize("content", [None, b"", b"\x00\xff not a tokenizer\n", b"{}", b"a b c\n"])
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, kind: str, content: bytes | None) -> None:
+    path = tmp_path / "some.model"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=r"some\.model: "):
+        build_tokenizer(TokenizerConfig(type=kind, model=str(path)))
+
+
+def test_a_damaged_rank_file_is_refused(rank_file: Path, tmp_path: Path) -> None:
+    lines = rank_file.read_bytes().splitlines(keepends=True)
+    doubled = base64.b64encode(b"th") + b" 268\n"
+    for damaged, message in (
+        (lines[:200], "no rank for byte 200"),
+        (lines[:50] + lines[51:], "ranks are not 0 to 266, each once"),
+        ([*lines, lines[-1]], "ranks are not 0 to 268, each once"),
+        ([*lines, doubled], "ranks are not 0 to 268, each once"),
+        ([*lines[:-1], b"not/base64? 267\n"], "line 268"),
+        ([*lines[:-1], lines[-1][:3]], "line 268"),
+    ):
+        path = tmp_path / "damaged.tiktoken"
+        path.write_bytes(b"".join(damaged))
+        with pytest.raises(UserError, match=message):
+            build_tokenizer(TokenizerConfig(type="tiktoken", model=str(path)))
+
+
+def test_a_sentencepiece_model_without_an_end_is_refused(tmp_path: Path) -> None:
+    import sentencepiece
+
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["some words to train on"] * 20),
+        model_prefix=str(tmp_path / "endless"),
+        vocab_size=20,
+        hard_vocab_limit=False,
+        eos_id=-1,
+        minloglevel=2,
+    )
+    with pytest.raises(UserError, match="no end-of-sentence piece"):
+        build_tokenizer(TokenizerConfig(type="sentencepiece", model=str(tmp_path / "endless.model")))
+
+
+def test_an_id_that_stands_for_nothing_is_refused(lossless: list[Tokenizer], sentencepiece_file: Path) -> None:
+    sentencepiece = build_tokenizer(TokenizerConfig(type="sentencepiece", model=str(sentencepiece_file)))
+    for tokenizer in [*lossless, sentencepiece]:
+        for token in (-1, tokenizer.vocab_size):
+            with pytest.raises(UserError, match=f"token id {token} stands for no token"):
+                tokenizer.decode([5, token])
+
+
+def test_building_and_using_a_tokenizer_opens_no_connection(
+    rank_file: Path, bpe_file: Path, sentencepiece_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a connection was opened")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    for kind, path in (("tiktoken", rank_file), ("huggingface", bpe_file), ("sentencepiece", sentencepiece_file)):
+        tokenizer = build_tokenizer(TokenizerConfig(type=kind, model=str(path)))
+        assert tokenizer.decode(tokenizer.encode("some text")) == "some text"

@@ -1,0 +1,163 @@
+"""The command as a user meets it: other processes, kills, limits, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_essh.data import IndexedDataset, IndexedDatasetWriter
+
+COMMAND = [sys.executable, str(Path(__file__).parents[2] / "tools" / "preprocess_data.py")]
+
+
+def arguments(folder: Path, *more: str) -> list[str]:
+    output = ["--output-prefix", str(folder / "out" / "x"), "--tokenizer-type", "byte"]
+    return [*COMMAND, "--input", str(folder / "in"), *output, *more]
+
+
+def outputs(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "out").iterdir()) if (folder / "out").exists() else []
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """A folder whose `in/` holds 24 MB of JSON lines in three files."""
+    rng = np.random.default_rng(0)
+    (tmp_path / "in").mkdir()
+    line = json.dumps({"text": "".join(rng.choice(list("abcdefgh \n"), 2000))}) + "\n"
+    for part in (1, 2, 10):
+        (tmp_path / "in" / f"part_{part}.jsonl").write_text(line * 4000)
+    return tmp_path
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[int]:
+    """Its spawned workers, the resource tracker not among them."""
+    found = []
+    for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+        try:
+            if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                found.append(int(child))
+        except FileNotFoundError:
+            continue
+    return found
+
+
+def is_running(pid: int) -> bool:
+    """Not gone, and no zombie that only waits for its parent to look."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until(condition: object, seconds: float = 20) -> None:
+    assert callable(condition)
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.005)
+
+
+def start(command: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_it_says_what_it_did_and_where_it_lies(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for number, text in ((10, "ten"), (2, "two"), (1, "one")):
+        (tmp_path / "in" / f"{number}.txt").write_text(text)
+    done = subprocess.run(arguments(tmp_path, "--append-eod", "--workers", "2"), capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "3 files" in done.stdout
+    assert "MB/s" in done.stdout
+    assert f"{tmp_path}/out/x_text_document.bin, .idx, .json: 3 documents, 12 tokens of uint16" in done.stdout
+    dataset = IndexedDataset(tmp_path / "out" / "x_text_document")
+    assert [bytes(dataset.document(i)[:-1].tolist()).decode() for i in range(3)] == ["one", "two", "ten"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--json-keys", "body"], "part_1.jsonl: line 1: no key 'body'"),
+        (["--vocab-size", "100"], "--vocab-size 100: the tokenizer has 257 tokens"),
+        (["--tokenizer-model", "x"], "the byte tokenizer takes no model file"),
+        (["--input", "nowhere"], "--input nowhere: no file there"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(tmp_path: Path, more: list[str], message: str) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "part_1.jsonl").write_text('{"text": "x"}\n')
+    done = subprocess.run(arguments(tmp_path, *more), capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert message in done.stderr
+    assert outputs(tmp_path) == []
+
+
+def test_a_worker_killed_from_outside_ends_the_run(corpus: Path) -> None:
+    process = start(arguments(corpus, "--workers", "2"))
+    wait_until(lambda: len(workers_of(process)) == 2)
+    os.kill(workers_of(process)[0], signal.SIGKILL)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "was killed by signal 9" in stderr
+    assert outputs(corpus) == []
+
+
+def kill_after(command: list[str], delay: float) -> None:
+    """Run, kill the parent `delay` seconds after its workers started, and see the workers go too."""
+    process = start(command)
+    wait_until(lambda: process.poll() is not None or len(workers_of(process)) == 2)
+    workers = workers_of(process)
+    time.sleep(delay)
+    process.kill()
+    process.communicate()
+    wait_until(lambda: not any(map(is_running, workers)))
+
+
+def test_a_run_killed_anywhere_leaves_no_worker_and_no_half_pair(corpus: Path) -> None:
+    prefix = corpus / "out" / "x_text_document"
+    for delay in np.random.default_rng(1).uniform(0, 0.7, 4):
+        kill_after(arguments(corpus, "--workers", "2"), float(delay))
+        if Path(f"{prefix}.idx").exists():  # the run was done: what took its name is whole
+            assert IndexedDataset(prefix).documents == 12_000
+        else:
+            assert all(name.endswith((".tmp", ".bin")) for name in outputs(corpus))
+    done = subprocess.run(arguments(corpus, "--workers", "2"), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert outputs(corpus) == ["x_text_document.bin", "x_text_document.idx", "x_text_document.json"]
+    dataset = IndexedDataset(prefix)
+    assert (dataset.documents, dataset.tokens) == (12_000, 24_000_000)
+
+
+def test_a_disk_that_fills_is_one_error_and_leaves_nothing(corpus: Path) -> None:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_000, 3_000_000))
+
+    done = subprocess.run(
+        arguments(corpus, "--workers", "1"), capture_output=True, text=True, preexec_fn=limit, timeout=60
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {corpus}/out/x_text_document.bin: cannot be written: File too large")
+    assert done.stderr.count("\n") == 1
+    assert outputs(corpus) == []
+
+
+def test_two_runs_to_one_output_are_told_apart(corpus: Path) -> None:
+    prefix = corpus / "out" / "x_text_document"
+    with IndexedDatasetWriter(prefix, "<u2") as first:
+        first.add_document([1, 2])
+        second = subprocess.run(arguments(corpus, "--workers", "1"), capture_output=True, text=True)
+        assert second.returncode == 2
+        assert f"{prefix}.bin.tmp: another run is writing this file" in second.stderr
+    assert IndexedDataset(prefix).flat.tolist() == [1, 2]
