@@ -105,11 +105,13 @@ class NativeEngine:
         rate = self._learning_rate(step)
         grad_norm = self._clip()
         loss = report_sums.objective / valid
+        by_capacity = report_sums.mean_cross_entropy(self.config)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            used = ", ".join(sorted({budget_label(b, self.config.elastic) for b in plan}))
+            broken = [label for label, ce in by_capacity.items() if not math.isfinite(ce)]
             raise UserError(
-                f"step {step}: loss {loss}, gradient norm {grad_norm} (capacities {used}): nothing was updated; "
-                "resume from the last checkpoint with a lower optimizer.learning_rate or other data"
+                f"step {step + 1}: loss {loss}, gradient norm {grad_norm} "
+                f"(capacities with a loss that is not finite: {', '.join(broken) or 'none'}): nothing was updated; "
+                "start a new run with a lower optimizer.learning_rate or other data"
             )
         self.step(rate)
         ordered = False
@@ -124,7 +126,7 @@ class NativeEngine:
         return StepReport(
             step=step,
             loss=loss,
-            loss_by_capacity=report_sums.mean_cross_entropy(self.config),
+            loss_by_capacity=by_capacity,
             divergence=report_sums.mean_divergence(),
             tokens=valid,
             learning_rate=rate,
@@ -221,9 +223,7 @@ class NativeEngine:
             UserError: a tensor is missing, unknown or of another shape.
         """
         expected = self.state_tensors()
-        random = {
-            name for name in (*expected, *tensors) if name.startswith("rng.")
-        }  # a resume may change device
+        random = {name for name in (*expected, *tensors) if name.startswith("rng.")}  # a resume may change device
         missing = sorted(set(expected) - set(tensors) - random)
         unknown = sorted(set(tensors) - set(expected) - random)
         if missing or unknown:
@@ -271,17 +271,13 @@ class NativeEngine:
 
     def _clip(self) -> float:
         for parameter in self.model.parameters():
-            if (
-                parameter.grad is None
-            ):  # used by no slot of this step (a neutral gate's bias): its moments still decay
+            if parameter.grad is None:  # used by no slot of this step (a neutral gate's bias): its moments still decay
                 parameter.grad = torch.zeros_like(parameter)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip_norm)
         return float(norm)
 
     def _autocast(self) -> AbstractContextManager[object]:
-        return torch.autocast(
-            self.device.type, torch.bfloat16, enabled=self.config.training.precision == "bf16"
-        )
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.training.precision == "bf16")
 
 
 class StepSums:

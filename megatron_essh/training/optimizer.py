@@ -20,9 +20,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def decays_in_pretraining(name: str) -> bool:
     """Whether the parameter `name` belongs to pretraining's decayed group: groups go by name, not by shape."""
     parts = name.split(".")
-    return (
-        parts[-1] not in NO_DECAY and parts[0] != "embedding" and not any(p.endswith("norm") for p in parts)
-    )
+    return parts[-1] not in NO_DECAY and parts[0] != "embedding" and not any(p.endswith("norm") for p in parts)
 
 
 def decay_groups(model: nn.Module, stage: str) -> tuple[list[str], list[str]]:
@@ -59,10 +57,7 @@ def build_optimizer(
 def _has_nvidia_apex() -> bool:
     """Whether NVIDIA's apex is installed: a package of the same name on PyPI is another thing."""
     try:
-        return (
-            importlib.util.find_spec("apex.optimizers") is not None
-            and importlib.util.find_spec("amp_C") is not None
-        )
+        return importlib.util.find_spec("apex.optimizers") is not None and importlib.util.find_spec("amp_C") is not None
     except ModuleNotFoundError:
         return False
 
@@ -85,9 +80,7 @@ def updates_done(optimizer: torch.optim.Optimizer) -> int:
     return max((int(group.get("step", 0)) for group in optimizer.param_groups), default=0)
 
 
-def load_moments(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], updates: int
-) -> None:
+def load_moments(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], updates: int) -> None:
     """Put back what `named_moments` and `updates_done` gave."""
     for name, parameter in model.named_parameters():
         state = optimizer.state[parameter]

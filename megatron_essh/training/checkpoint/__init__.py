@@ -10,7 +10,6 @@ A folder of that name is never half-written: a crash at any instant of a save le
 checkpoints or the new one. Nothing here knows of ranks, models or optimizers.
 """
 
-from megatron_essh.training.checkpoint.files import replace_text
 from megatron_essh.training.checkpoint.folder import (
     checkpoint_steps,
     find_checkpoint,
@@ -27,7 +26,6 @@ __all__ = [
     "load_checkpoint",
     "model_sha256",
     "remove_unfinished",
-    "replace_text",
     "resolve_checkpoint",
     "save_checkpoint",
 ]

@@ -1,4 +1,4 @@
-"""Single files that survive a crash: tensors and text, hashed while they are written, and synced.
+"""Single files of tensors or bytes, hashed while they are written, and synced to disk.
 
 `write_tensors` writes the safetensors format itself (an 8-byte header length, a JSON header, the raw tensors)
 so that one tensor at a time is on the host, the hash is of what memory held, and a full disk is a plain
@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_essh.errors import UserError
+from megatron_essh.files import sync_folder as sync_folder  # stands beside the others for who imports them
 
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -97,25 +98,3 @@ def file_sha256(path: Path) -> str:
     """SHA-256 of a file's bytes, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the folder's entries (new files, renames) survive a crash of the machine."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Make `text` the content of the file `path`, whole or not at all."""
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    temporary.unlink(missing_ok=True)
-    try:
-        write_synced(temporary, [text.encode()])
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)

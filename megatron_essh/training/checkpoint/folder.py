@@ -21,10 +21,10 @@ from typing import Any
 from torch import Tensor
 
 from megatron_essh.errors import UserError
+from megatron_essh.files import sync_folder
 from megatron_essh.training.checkpoint.files import (
     file_sha256,
     read_tensors,
-    sync_folder,
     write_synced,
     write_tensors,
 )
@@ -113,9 +113,7 @@ def _publish(temporary: Path, target: Path) -> None:
     """Give the finished folder its name; a damaged one that holds the name makes way."""
     if target.exists():
         if _damage(target) is None:
-            raise UserError(
-                f"{target}: a whole checkpoint of this step is already there; remove it to save anew"
-            )
+            raise UserError(f"{target}: a whole checkpoint of this step is already there; remove it to save anew")
         _remove(target)
     os.replace(temporary, target)
     sync_folder(target.parent)
@@ -124,7 +122,7 @@ def _publish(temporary: Path, target: Path) -> None:
 def _prune(folder: Path, newest: int, keep_last: int) -> None:
     """Remove what is older than `newest` and not among the `keep_last` newest whole ones.
 
-    Wholeness is judged by names and sizes here: to hash every old checkpoint at every save would cost minutes.
+    Wholeness is judged by names and sizes here: to hash every old checkpoint at each save would cost minutes.
     """
     older = [step for step in checkpoint_steps(folder) if step < newest]
     whole = [step for step in older if _damage(folder / f"step_{step:08d}", hashes=False) is None]
@@ -198,9 +196,7 @@ def load_checkpoint(path: Path, *, model_only: bool = False) -> tuple[dict[str, 
     Raises:
         UserError: the folder is missing, foreign, truncated or damaged; the message names file and reason.
     """
-    tensor_files = (
-        {MODEL_FILE: MODEL_PREFIX} if model_only else {MODEL_FILE: MODEL_PREFIX, OPTIMIZER_FILE: ""}
-    )
+    tensor_files = {MODEL_FILE: MODEL_PREFIX} if model_only else {MODEL_FILE: MODEL_PREFIX, OPTIMIZER_FILE: ""}
     damage = _damage(path, names=(*tensor_files, STATE_FILE))
     if damage is not None:
         raise UserError(damage)

@@ -1,0 +1,35 @@
+"""What the training commands have in common on their command lines."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from megatron_essh.config import RunConfig, load_config
+
+
+def run_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with CONFIG, --set and --output."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", metavar="CONFIG", help="YAML config file")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="lay a value over the config, such as training.steps=100",
+    )
+    parser.add_argument("--output", metavar="DIR", help="folder of the run, in place of training.output")
+    # The DeepSpeed launcher gives every process its rank in this way; one process has no use for it.
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    return parser
+
+
+def run_config(arguments: argparse.Namespace, output: str | None = None) -> RunConfig:
+    """The config that the command line gives; `output` takes the place of training.output."""
+    overrides = list(arguments.overrides)
+    if output is not None:
+        overrides.append(f"training.output={json.dumps(output)}")
+    return load_config(arguments.config, overrides)
