@@ -1,0 +1,56 @@
+"""The selective scan of a spectral mixer: one function for callers, whatever computes it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_essh.ops.selective_scan.reference import (
+    Controls,
+    ModalTables,
+    chunked_scan,
+    compute_dtype,
+    controls,
+    scan_step,
+)
+
+__all__ = ["Controls", "ModalTables", "scan_step", "selective_scan"]
+
+
+def selective_scan(
+    raw_BTKX: Tensor,
+    tables: ModalTables,
+    *,
+    eps: float = 1e-6,
+    neutral_gates: bool = False,
+    state_BKM2P: Tensor | None = None,
+    documents_BT: Tensor | None = None,
+    valid_BT: Tensor | None = None,
+    chunk: int = 16,
+) -> tuple[Tensor, Tensor]:
+    """Channel outputs of a spectral mixer from its raw input projection (specification, section 1).
+
+    raw_BTKX: X = P + 3M columns a channel: P values, then the pre-activations of write gate, read gate and clock, M
+        each, without their biases; bf16, fp32 or fp64, any T >= 0.
+    state_BKM2P: the state left by the tokens before; zero if not given.
+    documents_BT: document number of each position (integers). The state is cut where it changes; the first position
+        continues the entering state.
+    valid_BT: False marks a pad, which leaves the state untouched and gives z = 0. A pad's document number is ignored.
+    chunk: rows worked on as one matrix.
+
+    Returns z_BTKP in raw's dtype and the state after the last position. Arithmetic and state are fp32 (fp64 if raw
+    is fp64) under autocast too.
+    """
+    batch, _, channels, columns = raw_BTKX.shape
+    modes = tables.theta.shape[1]
+    assert tables.theta.shape[0] == channels, f"raw has {channels} channels, the tables {tables.theta.shape[0]}"
+    with torch.autocast(raw_BTKX.device.type, enabled=False):
+        dtype = compute_dtype(raw_BTKX)
+        tables = ModalTables(*(table.to(dtype) for table in tables))
+        # Channels first in memory, so that a channel's chunks are contiguous matrices.
+        raw_BKTX = raw_BTKX.transpose(1, 2).to(dtype).contiguous()
+        given = controls(raw_BKTX.transpose(1, 2), tables, eps, neutral_gates)
+        if state_BKM2P is None:
+            state_BKM2P = raw_BKTX.new_zeros(batch, channels, modes, 2, columns - 3 * modes)
+        z_BTKP, state_BKM2P = chunked_scan(given, tables, state_BKM2P.to(dtype), documents_BT, valid_BT, chunk)
+        return z_BTKP.to(raw_BTKX.dtype), state_BKM2P
