@@ -38,14 +38,10 @@ DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs/runs/quicksta
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", choices=("all", "train", "scan"), default="all")
     parser.add_argument("config", nargs="?", type=Path, default=DEFAULT_CONFIG)
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key"
-    )
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write all figures here")
@@ -87,9 +83,7 @@ def measure_scan(config: RunConfig, device: torch.device, warmup: int, repeats: 
     model = config.model
     mixer = SpectralMixer(model)
     mixer.reset_parameters(None)
-    tables = ModalTables(
-        *(table.detach().to(device).requires_grad_() for table in mixer.tables(model.channels))
-    )
+    tables = ModalTables(*(table.detach().to(device).requires_grad_() for table in mixer.tables(model.channels)))
     batch, length = config.training.micro_batch, config.data.sequence_length
     dtype = torch.bfloat16 if config.training.precision == "bf16" else torch.float32
     shape = (batch, length, model.channels, model.value_width + 3 * model.modes)
@@ -111,9 +105,7 @@ def measure_scan(config: RunConfig, device: torch.device, warmup: int, repeats: 
     ]
 
 
-def measure_training(
-    config: RunConfig, device: torch.device, warmup: int, repeats: int
-) -> list[dict[str, Any]]:
+def measure_training(config: RunConfig, device: torch.device, warmup: int, repeats: int) -> list[dict[str, Any]]:
     """Whole optimizer steps: at full capacity, and with the elastic plan as it is after the warm-up."""
     rows = []
     first = next((s for s in range(config.training.steps) if not trains_full_only(config, s)), None)
@@ -121,9 +113,7 @@ def measure_training(
         if start is None:
             continue
         enabled = replace(config.elastic, enabled=what != "step, full capacity")
-        engine = NativeEngine(
-            LanguageModel(config.model), replace(config, elastic=enabled), "pretrain", device, eod=0
-        )
+        engine = NativeEngine(LanguageModel(config.model), replace(config, elastic=enabled), "pretrain", device, eod=0)
         shape = (config.training.global_batch, config.data.sequence_length + 1)
         step = iter(range(start, start + warmup + repeats))
 

@@ -28,13 +28,9 @@ from megatron_essh.model.accounting import (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", help="YAML config file")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="e.g. model.channels=64"
-    )
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="e.g. model.channels=64")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     args = parser.parse_args()
     costs = model_costs(load_config(args.config, args.set))

@@ -30,13 +30,9 @@ LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2t
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("out/quickstart"), help="where everything goes")
-    parser.add_argument(
-        "--corpus", help="a folder, file or glob of your own text (.jsonl: its `text` fields)"
-    )
+    parser.add_argument("--corpus", help="a folder, file or glob of your own text (.jsonl: its `text` fields)")
     parser.add_argument("--config", type=Path, default=ROOT / "configs/runs/quickstart.yaml")
     parser.add_argument(
         "--short", action="store_true", help="a few steps of everything: shows that it works, learns little"
@@ -48,9 +44,7 @@ def main() -> int:
     if args.fresh and out.exists():
         shutil.rmtree(out)
     out.mkdir(parents=True, exist_ok=True)
-    _claim(
-        out, {"short": args.short, "corpus": args.corpus, "config": args.config.read_text(encoding="utf-8")}
-    )
+    _claim(out, {"short": args.short, "corpus": args.corpus, "config": args.config.read_text(encoding="utf-8")})
     run = Stages()
     prefix, tokenizer = out / "data/corpus", out / "data/tokenizer.json"
     train, validation = (prefix.parent / f"corpus_text_{part}" for part in ("document", "validation"))
@@ -124,9 +118,7 @@ class Stages:
         command = [script, *map(str, words)]
         print(f"--- {stage}\n$ python {shlex.join(command)}", flush=True)
         begin = time.perf_counter()
-        status = subprocess.run(
-            [sys.executable, str(ROOT / script), *map(str, words)], check=False
-        ).returncode
+        status = subprocess.run([sys.executable, str(ROOT / script), *map(str, words)], check=False).returncode
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - begin
         print(flush=True)
         if status:
@@ -167,23 +159,17 @@ def _write_stdlib(target: Path) -> int:
 
 
 def _summary(out: Path, exports: Path, run: Stages, *, short: bool) -> int:
-    metrics = [
-        json.loads(line) for line in (out / "pretrain/metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
+    metrics = [json.loads(line) for line in (out / "pretrain/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     losses = [m["loss_by_capacity"]["full"] for m in metrics if "loss_by_capacity" in m]
     rows = [json.loads((exports / tier / "perplexity.json").read_text(encoding="utf-8")) for tier in TIERS]
     print("=== quickstart\n")
-    print(
-        f"training loss of the full model: {losses[0]:.3f} at the start, {losses[-1]:.3f} at the end of pretraining"
-    )
+    print(f"training loss of the full model: {losses[0]:.3f} at the start, {losses[-1]:.3f} at the end of pretraining")
     print(f"\n{'tier':>5} {'parameters':>12} {'loss':>8} {'perplexity':>11}")
     for tier, row in zip(TIERS, rows, strict=True):
         print(f"{tier:>5} {row['parameters']:>12,} {row['nll']:>8.4f} {row['perplexity']:>11.2f}")
     nll = [row["nll"] for row in rows]
     fell = losses[-1] < losses[0] - 0.5
-    ordered = all(small > large for small, large in itertools.pairwise(nll)) and all(
-        map(math.isfinite, nll)
-    )
+    ordered = all(small > large for small, large in itertools.pairwise(nll)) and all(map(math.isfinite, nll))
     print("\nseconds: " + ", ".join(f"{stage} {seconds:.0f}" for stage, seconds in run.seconds.items()))
     for what, where in (
         ("frontier", out / "frontier.png"),

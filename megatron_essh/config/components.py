@@ -79,9 +79,7 @@ class ElasticConfig:
             f"statistics_decay must lie in [0, 1), got {self.statistics_decay}",
         )
         _require(self.slot_sequences >= 1, f"slot_sequences must be at least 1, got {self.slot_sequences}")
-        _require(
-            self.full_only_tokens >= 0, f"full_only_tokens must not be negative, got {self.full_only_tokens}"
-        )
+        _require(self.full_only_tokens >= 0, f"full_only_tokens must not be negative, got {self.full_only_tokens}")
         _require(
             self.full_only_fraction is None or 0 <= self.full_only_fraction <= 1,
             f"full_only_fraction must lie in [0, 1], got {self.full_only_fraction}",
@@ -107,9 +105,7 @@ class TokenizerConfig:
         if self.type == "byte":
             _require(self.model is None, f"the byte tokenizer takes no model file, got {self.model}")
         else:
-            _require(
-                self.model is not None, f"tokenizer type {self.type} needs `model`, the path of its file"
-            )
+            _require(self.model is not None, f"tokenizer type {self.type} needs `model`, the path of its file")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,15 +224,11 @@ class RefinementConfig:
         for name in ("steps", "global_batch"):
             _require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
         _require(self.learning_rate > 0, f"learning_rate must be positive, got {self.learning_rate}")
-        _require(
-            0 <= self.warmup_fraction <= 1, f"warmup_fraction must lie in [0, 1], got {self.warmup_fraction}"
-        )
+        _require(0 <= self.warmup_fraction <= 1, f"warmup_fraction must lie in [0, 1], got {self.warmup_fraction}")
         for name in ("weight_decay", "tv_weight"):
             _require(getattr(self, name) >= 0, f"{name} must not be negative, got {getattr(self, name)}")
         _require(
-            len(self.budgets) > 0
-            and all(b >= 1 for b in self.budgets)
-            and len(set(self.budgets)) == len(self.budgets),
+            len(self.budgets) > 0 and all(b >= 1 for b in self.budgets) and len(set(self.budgets)) == len(self.budgets),
             f"budgets must be distinct and at least 1, got {list(self.budgets)}",
         )
 
@@ -276,9 +268,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         slot, micro = self.elastic.slot_sequences, self.training.micro_batch
-        _require(
-            slot % micro == 0, f"training.micro_batch {micro} does not divide elastic.slot_sequences {slot}"
-        )
+        _require(slot % micro == 0, f"training.micro_batch {micro} does not divide elastic.slot_sequences {slot}")
         for name, batch in (
             ("training", self.training.global_batch),
             ("refinement", self.refinement.global_batch),

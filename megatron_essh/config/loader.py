@@ -99,9 +99,7 @@ def _apply_override(mapping: dict[str, Any], override: str) -> None:
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise UserError(
-            f"--set {override}: the value is not valid YAML: {' '.join(str(error).split())}"
-        ) from None
+        raise UserError(f"--set {override}: the value is not valid YAML: {' '.join(str(error).split())}") from None
     *sections, key = dotted.strip().split(".")
     for section in sections:
         inner = mapping.setdefault(section, {})
@@ -115,9 +113,7 @@ def _apply_override(mapping: dict[str, Any], override: str) -> None:
 
 def _build(cls: type[T], mapping: Any, source: str, prefix: str) -> T:
     if not isinstance(mapping, Mapping):
-        raise UserError(
-            f"{source}: {prefix.rstrip('.') or 'top level'}: expected a section of keys, got {mapping!r}"
-        )
+        raise UserError(f"{source}: {prefix.rstrip('.') or 'top level'}: expected a section of keys, got {mapping!r}")
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]  # every caller passes a dataclass
     hints = typing.get_type_hints(cls)
     for key in mapping:

@@ -71,9 +71,7 @@ class ModelConfig:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if list(self.attention_layers) != sorted(set(self.attention_layers)):
-            raise ValueError(
-                f"attention_layers must be distinct and ascending, got {list(self.attention_layers)}"
-            )
+            raise ValueError(f"attention_layers must be distinct and ascending, got {list(self.attention_layers)}")
         for layer in self.attention_layers:
             if not 0 <= layer < self.n_layers:
                 raise ValueError(
@@ -84,9 +82,7 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even (rotary embedding turns pairs), got {self.head_dim}")
         if self.bank_length < 4 * self.modes:
-            raise ValueError(
-                f"bank_length must be at least 4 x modes = {4 * self.modes}, got {self.bank_length}"
-            )
+            raise ValueError(f"bank_length must be at least 4 x modes = {4 * self.modes}, got {self.bank_length}")
         if (self.family_channels or self.channels) < self.channels:
             raise ValueError(f"family_channels {self.family_channels} is below channels {self.channels}")
         if (self.family_ff_width or self.ff_width) < self.ff_width:

@@ -67,9 +67,7 @@ def parse_capacity(text: str, model: ModelConfig, elastic: ElasticConfig) -> Cap
     else:
         parts = text.split(",")
         if len(parts) != 2 or not all(p.strip().isdecimal() for p in parts):
-            raise UserError(
-                f"capacity {text!r}: expected a tier (T1 to T{len(tiers)}), full, or K,n such as 8,448"
-            )
+            raise UserError(f"capacity {text!r}: expected a tier (T1 to T{len(tiers)}), full, or K,n such as 8,448")
         capacity = Capacity(int(parts[0]), int(parts[1]))
     if not capacity.fits(model):
         raise UserError(

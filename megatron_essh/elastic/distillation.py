@@ -46,9 +46,7 @@ def full_loss(
 ) -> MicroLoss:
     """A full-capacity micro-batch: CE."""
     hidden = model.hidden(inputs_BT, documents_BT=documents_BT, observe=observe)
-    ce = cross_entropy(
-        hidden.flatten(0, 1), model.head_weight, labels_BT.flatten(), chunk=config.training.loss_chunk
-    )
+    ce = cross_entropy(hidden.flatten(0, 1), model.head_weight, labels_BT.flatten(), chunk=config.training.loss_chunk)
     return MicroLoss(ce, ce.detach())
 
 
@@ -93,9 +91,7 @@ def refinement_loss(
 ) -> MicroLoss:
     """A refinement micro-batch: CE(full) + CE(T) + w TV(stopgrad p_full, p_T); one full forward serves both."""
     full = model.hidden(inputs_BT, documents_BT=documents_BT)
-    tier = model.hidden(
-        inputs_BT, capacity, documents_BT=documents_BT, gradient_scale=reduced_gradient_scale(config)
-    )
+    tier = model.hidden(inputs_BT, capacity, documents_BT=documents_BT, gradient_scale=reduced_gradient_scale(config))
     objective, full_ce, tier_ce, tv = refinement(
         full.flatten(0, 1),
         tier.flatten(0, 1),

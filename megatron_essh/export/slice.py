@@ -78,9 +78,7 @@ def slice_tensors(tensors: Mapping[str, Tensor], model: ModelConfig, capacity: C
     for name, tensor in tensors.items():
         rows, full_rows = kept_rows(name, model, capacity), kept_rows(name, model, full_capacity(model))
         if full_rows is not None and tensor.shape[0] != full_rows:
-            raise UserError(
-                f"tensor {name}: {tensor.shape[0]} rows, but the model's config makes it {full_rows}"
-            )
+            raise UserError(f"tensor {name}: {tensor.shape[0]} rows, but the model's config makes it {full_rows}")
         kept = tensor.detach() if rows is None else tensor.detach()[:rows]
         result[name] = torch.empty(kept.shape, dtype=kept.dtype, device="cpu").copy_(kept)
     return result
@@ -97,6 +95,4 @@ def tier_parameters(tensors: Mapping[str, Tensor], model: ModelConfig, capacity:
 
 def _check_fits(model: ModelConfig, capacity: Capacity) -> None:
     if not capacity.fits(model):
-        raise UserError(
-            f"capacity {capacity}: more than the source holds, {full_capacity(model)} (channels, units)"
-        )
+        raise UserError(f"capacity {capacity}: more than the source holds, {full_capacity(model)} (channels, units)")

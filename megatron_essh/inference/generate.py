@@ -6,11 +6,13 @@ half a character. Neither knows where the model came from or where the text goes
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import torch
+from torch import Tensor
 
+from megatron_essh.data.tokenizers import Tokenizer
 from megatron_essh.elastic.capacity import Capacity
 from megatron_essh.errors import UserError
 from megatron_essh.inference.sampling import SamplingConfig, draw, token_probabilities
@@ -21,12 +23,18 @@ PARTIAL_CHARACTER = 3
 """Most bytes of a UTF-8 character that can have come while it is still incomplete."""
 
 
-class Decoder(Protocol):
-    """What `TextStream` needs of a tokenizer."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; bytes that are no whole character become U+FFFD."""
-        ...
+def real_tokens(tokenizer: Tokenizer, entries: int) -> Tensor:
+    """Which entries of a vocabulary are tokens: bool [entries], False for padding and for gaps in the ids."""
+    real_V = torch.zeros(entries, dtype=torch.bool)
+    try:
+        tokenizer.decode(range(tokenizer.vocab_size))
+        real_V[: tokenizer.vocab_size] = True
+    except UserError:  # some id in the range stands for nothing: ask for each
+        for token in range(tokenizer.vocab_size):
+            with contextlib.suppress(UserError):
+                tokenizer.decode([token])
+                real_V[token] = True
+    return real_V
 
 
 def generate(
@@ -37,7 +45,7 @@ def generate(
     max_new_tokens: int,
     seed: int = 0,
     capacity: Capacity | None = None,
-    vocab_size: int | None = None,
+    real_V: Tensor | None = None,
     stop_token: int | None = None,
 ) -> Iterator[int]:
     """Continue `prompt`: yields each new token as soon as it is drawn.
@@ -52,7 +60,7 @@ def generate(
         max_new_tokens: tokens to draw at most.
         seed: of the draws.
         capacity: the prefix of the model to run; None runs all.
-        vocab_size: the tokenizer's entries; ids from there on are padding and never drawn. None: no padding.
+        real_V: bool [V], False for entries that are never drawn (see `real_tokens`). None: all may be.
         stop_token: ends the text when drawn; None runs on to `max_new_tokens`.
 
     Raises:
@@ -64,14 +72,12 @@ def generate(
         raise UserError("prompt: no tokens; give at least one")
     outside = [token for token in prompt if not 0 <= token < entries]
     if outside:
-        raise UserError(
-            f"prompt: token {outside[0]} lies outside the model's vocabulary of {entries} entries"
-        )
+        raise UserError(f"prompt: token {outside[0]} lies outside the model's vocabulary of {entries} entries")
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens: {max_new_tokens} asks for no token; give 1 or more")
     if not 0 <= seed < 2**63:
         raise UserError(f"seed: {seed} must lie in 0 to 2^63 - 1")
-    return _generate(model, prompt, config, max_new_tokens, seed, capacity, vocab_size, stop_token)
+    return _generate(model, prompt, config, max_new_tokens, seed, capacity, real_V, stop_token)
 
 
 def _generate(
@@ -81,7 +87,7 @@ def _generate(
     max_new_tokens: int,
     seed: int,
     capacity: Capacity | None,
-    vocab_size: int | None,
+    real_V: Tensor | None,
     stop_token: int | None,
 ) -> Iterator[int]:
     uniforms = torch.Generator().manual_seed(seed)
@@ -91,7 +97,7 @@ def _generate(
         logits_BV, state = model.prefill(torch.tensor([prompt], device=model.device), state, capacity)
     for count in range(1, max_new_tokens + 1):
         with torch.inference_mode():
-            probabilities_BV = token_probabilities(logits_BV, config, vocab_size=vocab_size)
+            probabilities_BV = token_probabilities(logits_BV, config, real_V=real_V)
             token_B = draw(probabilities_BV, torch.rand(1, dtype=torch.float64, generator=uniforms))
         token = int(token_B)
         yield token
@@ -105,10 +111,10 @@ class TextStream:
     """Tokens in, whole characters out.
 
     A byte-level token may end inside a character, and a tokenizer decodes the start of one to U+FFFD. The
-    last U+FFFD's are held back until more tokens make them a character, or `finish` gives them out as they are.
+    last U+FFFD's are held back until more tokens make a character of them or `finish` gives them out.
     """
 
-    def __init__(self, tokenizer: Decoder, prompt: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         """`prompt` is the context of the first token: some tokenizers drop the space that begins a text."""
         self._tokenizer = tokenizer
         self._ids = list(prompt[-1:])
@@ -125,9 +131,7 @@ class TextStream:
         while certain > max(self._given, len(text) - PARTIAL_CHARACTER) and text[certain - 1] == REPLACEMENT:
             certain -= 1
         piece = text[self._given : certain]
-        if certain == len(
-            text
-        ):  # nothing is held back: the last token is all the context that the next one needs
+        if certain == len(text):  # nothing is held back: the last token is all the context that the next one needs
             self._ids = self._ids[-1:]
             certain = len(self._text())
         self._given = certain

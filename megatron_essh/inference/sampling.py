@@ -35,16 +35,14 @@ class SamplingConfig:
             raise UserError(f"top_p: {self.top_p} must lie above 0 and at most at 1")
 
 
-def token_probabilities(
-    logits_BV: Tensor, config: SamplingConfig, *, vocab_size: int | None = None
-) -> Tensor:
+def token_probabilities(logits_BV: Tensor, config: SamplingConfig, *, real_V: Tensor | None = None) -> Tensor:
     """The distribution that `draw` samples.
 
     Args:
         logits_BV: [B, V], any floating dtype.
         config: temperature and filters.
-        vocab_size: the tokenizer's entries; the rows from there on are padding and get probability zero.
-            None: the vocabulary has no padding.
+        real_V: bool [V], False for entries that stand for no token (vocabulary padding): they get probability
+            zero. None: every entry is a token.
 
     Returns:
         [B, V] float64; every row sums to one. At temperature 0 all mass is on one token.
@@ -52,22 +50,17 @@ def token_probabilities(
     Raises:
         UserError: a logit of a real token is NaN or +inf, or all of them are -inf.
     """
-    real = logits_BV.shape[-1] if vocab_size is None else min(vocab_size, logits_BV.shape[-1])
-    scores_BV = logits_BV[:, :real].double()
+    scores_BV = logits_BV.double()
+    if real_V is not None:
+        scores_BV = scores_BV.masked_fill(~real_V, -torch.inf)
     top_B1 = scores_BV.amax(dim=-1, keepdim=True)  # NaN where any is NaN
     if not bool(torch.isfinite(top_B1).all()):
-        raise UserError(
-            "logits: not finite, so no token can be drawn; the model's weights or activations overflowed"
-        )
+        raise UserError("logits: not finite, so no token can be drawn; the model's weights or activations blew up")
     if config.temperature == 0:
-        kept_BV = torch.zeros_like(scores_BV)
-        kept_BV.scatter_(-1, scores_BV.argmax(dim=-1, keepdim=True), 1.0)
-    else:
-        # Centred before the division: a tiny temperature must sharpen, not overflow.
-        kept_BV = _filter(((scores_BV - top_B1) / config.temperature).softmax(dim=-1), config)
-    probabilities_BV = logits_BV.new_zeros(logits_BV.shape, dtype=torch.float64)
-    probabilities_BV[:, :real] = kept_BV
-    return probabilities_BV
+        probabilities_BV = torch.zeros_like(scores_BV)
+        return probabilities_BV.scatter_(-1, scores_BV.argmax(dim=-1, keepdim=True), 1.0)
+    # Centred before the division: a tiny temperature must sharpen, not overflow.
+    return _filter(((scores_BV - top_B1) / config.temperature).softmax(dim=-1), config)
 
 
 def _filter(probabilities_BV: Tensor, config: SamplingConfig) -> Tensor:
@@ -100,7 +93,7 @@ def draw(probabilities_BV: Tensor, uniform_B: Tensor) -> Tensor:
     cumulative_BV = probabilities_BV.cumsum(dim=-1)
     target_B1 = uniform_B.to(probabilities_BV)[:, None] * cumulative_BV[:, -1:]
     ids_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True)
-    # Rounding may put the target on the last sum itself, past every token.
+    # A GPU sums in parallel, and rounding there may put a target past the last token that has any probability.
     positions_V = torch.arange(probabilities_BV.shape[-1], device=probabilities_BV.device)
     last_B1 = torch.where(probabilities_BV > 0, positions_V, 0).amax(dim=-1, keepdim=True)
     return torch.minimum(ids_B1, last_B1)[:, 0]

@@ -102,9 +102,7 @@ def window_kv_bytes(model: ModelConfig, sequence_length: int | None = None) -> i
     return len(model.attention_layers) * 2 * window * model.d_model * KV_ITEM_BYTES
 
 
-def flops_per_token(
-    model: ModelConfig, capacity: Capacity | None = None, *, sequence_length: int
-) -> TokenFlops:
+def flops_per_token(model: ModelConfig, capacity: Capacity | None = None, *, sequence_length: int) -> TokenFlops:
     """Floating-point operations a token, averaged over a sequence of `sequence_length` tokens.
 
     Elementwise work that does not grow with a product of widths (norms, activations, gates) is not counted.
@@ -130,7 +128,5 @@ def _checked(model: ModelConfig, capacity: Capacity | None) -> Capacity:
     if capacity is None:
         return full_capacity(model)
     if not capacity.fits(model):
-        raise UserError(
-            f"capacity {capacity}: this model holds up to {full_capacity(model)} (channels, units)"
-        )
+        raise UserError(f"capacity {capacity}: this model holds up to {full_capacity(model)} (channels, units)")
     return capacity

@@ -15,9 +15,7 @@ from megatron_essh.ops.window_attention import window_attention
 
 def rotary_table(position: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin of the rotary angles, [*position.shape, 1, head_dim / 2]; the angles are built in fp64."""
-    frequency = base ** (
-        -torch.arange(0, head_dim, 2, dtype=torch.float64, device=position.device) / head_dim
-    )
+    frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=position.device) / head_dim)
     angle = position.to(torch.float64)[..., None, None] * frequency
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
@@ -51,9 +49,7 @@ class WindowAttention(nn.Module):
         q, k, v = qkv.unbind(-2)
         return rotate(q, table), rotate(k, table), v
 
-    def forward(
-        self, u_BTD: Tensor, table: tuple[Tensor, Tensor], *, documents_BT: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, u_BTD: Tensor, table: tuple[Tensor, Tensor], *, documents_BT: Tensor | None = None) -> Tensor:
         """Whole sequences from position 0."""
         q, k, v = self._project(u_BTD, table)
         out_BTHD = window_attention(q, k, v, window=self.config.window, documents_BT=documents_BT)

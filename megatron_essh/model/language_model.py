@@ -33,9 +33,7 @@ class LanguageModel(nn.Module):
     def __init__(self, config: ModelConfig, *, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding.from_pretrained(
-            torch.empty(config.vocab_size, config.d_model), freeze=False
-        )
+        self.embedding = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.d_model), freeze=False)
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.n_layers))
         self.final_norm = nn.RMSNorm(config.d_model, eps=config.eps)
         if self.embedding.weight.device.type != "meta":
@@ -72,9 +70,7 @@ class LanguageModel(nn.Module):
         if capacity is None:
             return full_capacity(self.config)
         if not capacity.fits(self.config):
-            raise UserError(
-                f"capacity {capacity}: this model holds {full_capacity(self.config)} (channels, units)"
-            )
+            raise UserError(f"capacity {capacity}: this model holds {full_capacity(self.config)} (channels, units)")
         return capacity
 
     def hidden(
@@ -105,9 +101,7 @@ class LanguageModel(nn.Module):
         for layer, block in enumerate(self._blocks()):
             u_BTD = block.mixer_norm(x_BTD)
             if block.mixer is not None:
-                y_BTD, _ = block.mixer(
-                    u_BTD, capacity.channels, gradient_scale=scale.mixer, documents_BT=documents_BT
-                )
+                y_BTD, _ = block.mixer(u_BTD, capacity.channels, gradient_scale=scale.mixer, documents_BT=documents_BT)
             else:
                 assert block.attention is not None
                 y_BTD = block.attention(u_BTD, table, documents_BT=documents_BT)
@@ -207,15 +201,11 @@ class LanguageModel(nn.Module):
         if valid_BT is None:
             last_BD = hidden_BTD[:, -1]
         else:
-            place_B = torch.where(valid_BT, torch.arange(valid_BT.shape[1], device=valid_BT.device), -1).amax(
-                1
-            )
+            place_B = torch.where(valid_BT, torch.arange(valid_BT.shape[1], device=valid_BT.device), -1).amax(1)
             last_BD = hidden_BTD[torch.arange(len(place_B), device=place_B.device), place_B]
         return F.linear(last_BD, self.head_weight), state
 
-    def step(
-        self, tokens_B: Tensor, state: ModelState, capacity: Capacity | None = None
-    ) -> tuple[Tensor, ModelState]:
+    def step(self, tokens_B: Tensor, state: ModelState, capacity: Capacity | None = None) -> tuple[Tensor, ModelState]:
         """Take in one token a sequence: logits [B, V] for the next, and the state, updated in place."""
         hidden_BTD, state = self.prefill_hidden(tokens_B[:, None], state, capacity)
         return F.linear(hidden_BTD[:, 0], self.head_weight), state
@@ -223,9 +213,7 @@ class LanguageModel(nn.Module):
     def _rotary(self, position: Tensor) -> tuple[Tensor, Tensor]:
         return rotary_table(position, self.config.head_dim, self.config.rope_base, self.table_dtype)
 
-    def _continue(
-        self, tokens_BT: Tensor, state: ModelState, capacity: Capacity, valid_BT: Tensor | None
-    ) -> Tensor:
+    def _continue(self, tokens_BT: Tensor, state: ModelState, capacity: Capacity, valid_BT: Tensor | None) -> Tensor:
         everything = torch.ones_like(tokens_BT, dtype=torch.bool) if valid_BT is None else valid_BT
         ring = advance(state, everything)
         table = self._rotary(ring.q_position_BT)

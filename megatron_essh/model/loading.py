@@ -15,12 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_essh.config import (
-    ModelConfig,
-    RunConfig,
-    TokenizerConfig,
-    config_from_mapping,
-)
+from megatron_essh.config import ModelConfig, RunConfig, TokenizerConfig, config_from_mapping
+from megatron_essh.data.sidecar import read_sidecar, sidecar_path
 from megatron_essh.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_essh.errors import UserError
 from megatron_essh.export.folder import RECORD_FILE, read_export
@@ -44,9 +40,7 @@ def pick_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
     return torch.device("cuda" if available and name != "cpu" else "cpu")
 
 
-def open_model(
-    path: str | Path, device: torch.device | str = "cpu"
-) -> tuple[LanguageModel, RunConfig, Provenance]:
+def open_model(path: str | Path, device: torch.device | str = "cpu") -> tuple[LanguageModel, RunConfig, Provenance]:
     """Build the model that `path` holds, in evaluation mode and without gradients.
 
     Raises:
@@ -85,14 +79,17 @@ def _open_checkpoint(folder: Path) -> tuple[dict[str, Tensor], RunConfig, Proven
         raise UserError(f"{state}: has no {missing[0]}: not the checkpoint of a training run")
     config = config_from_mapping(RunConfig, values["config"], str(state))
     tensors = {name.removeprefix("model."): tensor for name, tensor in saved.items()}
+    path, digest = str(folder.resolve()), model_sha256(folder)
     provenance = Provenance(
         kind="checkpoint",
-        path=str(folder.resolve()),
-        sha256=model_sha256(folder),
+        path=path,
+        sha256=digest,
+        origin=path,
+        origin_sha256=digest,
         tier="full",
         step=values["step"],
         stage=values["stage"],
-        tokenizer=_tokenizer_reference(config),
+        tokenizer=_tokenizer_reference(config, values.get("data", {}).get("fingerprint")),
     )
     return tensors, config, provenance
 
@@ -126,20 +123,18 @@ def build_model(
         )
     for name, shape in expected.items():
         if tuple(tensors[name].shape) != shape:
-            raise UserError(
-                f"{where}: tensor {name} has shape {tuple(tensors[name].shape)}; its config says {shape}"
-            )
+            raise UserError(f"{where}: tensor {name} has shape {tuple(tensors[name].shape)}; its config says {shape}")
     built.load_state_dict({name: tensors[name].to(device) for name in expected}, strict=True, assign=True)
     return built.requires_grad_(False).eval()
 
 
 def open_tokenizer(
-    provenance: Provenance, given: TokenizerConfig | None = None, *, entries: int
+    reference: TokenizerReference | None, given: TokenizerConfig | None = None, *, entries: int
 ) -> Tokenizer | None:
     """The tokenizer of a model, or None where neither the model nor the caller names one.
 
     Args:
-        provenance: of the model.
+        reference: what the model or its data record.
         given: takes the place of the recorded file, where that has moved.
         entries: the model's vocabulary, padding included.
 
@@ -147,7 +142,6 @@ def open_tokenizer(
         UserError: the tokenizer cannot be read, is not the one that the model was trained with, or has more
             entries than the model.
     """
-    reference = provenance.tokenizer
     config = given if given is not None or reference is None else reference.config
     if config is None:
         return None
@@ -155,7 +149,7 @@ def open_tokenizer(
     name = config.model or f"tokenizer {config.type}"
     if reference is not None and tokenizer.fingerprint != reference.fingerprint:
         raise UserError(
-            f"{name}: not the tokenizer that {provenance.path} was trained with (fingerprint "
+            f"{name}: not the tokenizer that the model was trained with (fingerprint "
             f"{tokenizer.fingerprint[:12]}, recorded {reference.fingerprint[:12]})"
         )
     if tokenizer.vocab_size > entries:
@@ -166,11 +160,17 @@ def open_tokenizer(
     return tokenizer
 
 
-def _tokenizer_reference(config: RunConfig) -> TokenizerReference | None:
-    """What a run's data was made with: the training pair's sidecar says, or the config."""
-    recorded = None if config.data.train is None else recorded_tokenizer(config.data.train)
-    if recorded is not None:
-        return recorded
+def _tokenizer_reference(config: RunConfig, trained_on: str | None) -> TokenizerReference | None:
+    """What a run's data was made with: the training pair's sidecar says, or the config.
+
+    `trained_on` is the fingerprint of the training pair: another pair that has its place now says nothing.
+    """
+    prefix = config.data.train
+    sidecar = None if prefix is None else read_sidecar(prefix)
+    if prefix is not None and sidecar is not None:
+        if trained_on in (None, sidecar["data_fingerprint"]):
+            return recorded_tokenizer(prefix)
+        print(f"warning: {sidecar_path(prefix)}: describes other data than the model was trained on", file=sys.stderr)
     named = config.data.tokenizer
     if named is None:
         return None

@@ -87,12 +87,8 @@ class SpectralMixer(nn.Module):
         w_in = prefix(self.in_proj, channels, gradient_scale)
         w_out = prefix(self.out_proj, channels * p, gradient_scale)
         raw_BTKX = F.linear(u_BTD, w_in.flatten(0, 1)).unflatten(-1, (channels, p + 3 * m))
-        if (
-            config.clock == "constant"
-        ):  # the clock's weights stay at zero: its pre-activation is the bias alone
-            raw_BTKX = torch.cat(
-                [raw_BTKX[..., : p + 2 * m], torch.zeros_like(raw_BTKX[..., p + 2 * m :])], dim=-1
-            )
+        if config.clock == "constant":  # the clock's weights stay at zero: its pre-activation is the bias alone
+            raw_BTKX = torch.cat([raw_BTKX[..., : p + 2 * m], torch.zeros_like(raw_BTKX[..., p + 2 * m :])], dim=-1)
         z_BTKP, state_BKM2P = selective_scan(
             raw_BTKX,
             self.tables(channels, gradient_scale),

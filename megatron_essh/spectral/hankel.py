@@ -69,7 +69,5 @@ def hankel_eigenpairs(length: int = 2048, count: int = 32) -> tuple[NDArray[np.f
     """
     sigma, phi = _resolved_eigenpairs(length)
     if not 1 <= count <= len(sigma):
-        raise UserError(
-            f"count {count}: float64 resolves 1 to {len(sigma)} Hankel channels at length {length}"
-        )
+        raise UserError(f"count {count}: float64 resolves 1 to {len(sigma)} Hankel channels at length {length}")
     return sigma[:count].copy(), phi[:count].copy()

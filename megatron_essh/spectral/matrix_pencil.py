@@ -49,9 +49,7 @@ def fit_modes(signal: NDArray[np.float64], modes: int) -> Modes:
     """
     length = len(signal)
     if modes < 1 or length < 4 * modes:
-        raise ValueError(
-            f"a fit of {modes} modes needs at least 1 mode and {4 * modes} positions, got {length}"
-        )
+        raise ValueError(f"a fit of {modes} modes needs at least 1 mode and {4 * modes} positions, got {length}")
     data = np.lib.stride_tricks.sliding_window_view(signal, length // 4 + 1)
     _, _, right = np.linalg.svd(data, full_matrices=False)
     v = right[:modes].T

@@ -30,9 +30,7 @@ def test_every_shipped_config_loads_and_survives_the_round_trip(path):
 def test_base_is_laid_under_and_overrides_over(write):
     write("bottom.yaml", MODEL + "training: {steps: 10, seed: 1}\n")
     write("middle.yaml", "base: bottom.yaml\ntraining: {seed: 2, log_every: 3}\n")
-    config = load_config(
-        write("top.yaml", "base: middle.yaml\nmodel: {modes: 4}\n"), ["training.log_every=7"]
-    )
+    config = load_config(write("top.yaml", "base: middle.yaml\nmodel: {modes: 4}\n"), ["training.log_every=7"])
     assert (config.training.steps, config.training.seed, config.training.log_every) == (10, 2, 7)
     assert (config.model.modes, config.model.d_model) == (4, 64)
 

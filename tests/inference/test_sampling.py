@@ -6,53 +6,51 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_essh.errors import UserError
 from megatron_essh.inference import SamplingConfig, draw, token_probabilities
 
 
-def brute_force(logits: list[float], config: SamplingConfig, vocab_size: int) -> list[float]:
+def brute_force(logits: list[float], config: SamplingConfig, real: list[bool]) -> list[float]:
     """The definition, one token at a time, in Python numbers."""
-    real = logits[:vocab_size]
+    ids = [i for i in range(len(logits)) if real[i]]
+    best = max(ids, key=lambda i: (logits[i], -i))
     if config.temperature == 0:
-        best = max(range(len(real)), key=lambda i: (real[i], -i))
         return [float(i == best) for i in range(len(logits))]
-    weight = [math.exp((x - max(real)) / config.temperature) for x in real]
-    probability = [w / math.fsum(weight) for w in weight]
-    order = sorted(range(len(real)), key=lambda i: (-probability[i], i))
+    weight = {i: math.exp((logits[i] - logits[best]) / config.temperature) for i in ids}
+    order = sorted(ids, key=lambda i: (-weight[i], i))
     if config.top_k is not None:
         order = order[: config.top_k]
-    mass = math.fsum(probability[i] for i in order)
+    mass = math.fsum(weight[i] for i in order)
     kept, reached = [], 0.0
     for i in order:
         if kept and reached >= config.top_p:
             break
         kept.append(i)
-        reached += probability[i] / mass
-    total = math.fsum(probability[i] for i in kept)
-    return [probability[i] / total if i in kept else 0.0 for i in range(len(logits))]
-
-
-# Few distinct values, so that ties are common; top_p off the sums that those values make.
-tied_logits = st.lists(st.sampled_from([-3.0, -1.0, 0.0, 0.5, 2.0]), min_size=1, max_size=12)
+        reached += weight[i] / mass
+    total = math.fsum(weight[i] for i in kept)
+    return [weight[i] / total if i in kept else 0.0 for i in range(len(logits))]
 
 
 @given(
-    logits=tied_logits,
-    padding=st.integers(0, 3),
+    # Few distinct values, so that ties are common; the false entries would win if they were not kept out.
+    logits=st.lists(st.tuples(st.sampled_from([-3.0, -1.0, 0.0, 0.5, 2.0]), st.booleans()), min_size=1, max_size=14),
     temperature=st.sampled_from([0.0, 0.3, 1.0, 2.5]),
     top_k=st.one_of(st.none(), st.integers(1, 20)),
+    # Off the sums that those values make, where rounding would decide.
     top_p=st.one_of(st.just(1.0), st.floats(0.011, 0.989).map(lambda p: round(p, 2) + 0.000371)),
 )
 @settings(max_examples=300, deadline=None)
-def test_distribution_equals_brute_force(logits, padding, temperature, top_k, top_p):
+def test_distribution_equals_brute_force(logits, temperature, top_k, top_p):
+    real = [flag for _, flag in logits]
+    assume(any(real))
+    values = [value if flag else 9.0 for value, flag in logits]
     config = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p)
-    padded = logits + [9.0] * padding  # the padding would win if it were not kept out
-    expected = brute_force(padded, config, len(logits))
-    actual = token_probabilities(torch.tensor([padded]), config, vocab_size=len(logits))
-    torch.testing.assert_close(actual[0], torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-15)
+    expected = torch.tensor(brute_force(values, config, real), dtype=torch.float64)
+    actual = token_probabilities(torch.tensor([values]), config, real_V=torch.tensor(real))
+    torch.testing.assert_close(actual[0], expected, rtol=1e-12, atol=1e-15)
 
 
 def test_rows_are_filtered_independently():
@@ -83,11 +81,12 @@ def test_tiny_temperature_sharpens_to_the_greedy_choice_without_overflow():
     torch.testing.assert_close(token_probabilities(logits, SamplingConfig(temperature=1e-300)), greedy)
 
 
-def test_padding_is_never_sampled_even_when_it_is_the_only_likely_entry():
+def test_padding_is_never_sampled_even_when_nothing_else_is_likely():
+    real = torch.arange(8) < 6
     logits = torch.full((1, 8), -100.0)
     logits[0, 6:] = 100.0
     for temperature in (0.0, 1.0, 50.0):
-        probabilities = token_probabilities(logits, SamplingConfig(temperature=temperature), vocab_size=6)
+        probabilities = token_probabilities(logits, SamplingConfig(temperature=temperature), real_V=real)
         assert probabilities[0, 6:].tolist() == [0.0, 0.0]
         assert int(draw(probabilities, torch.tensor([1 - 2**-53], dtype=torch.float64))) < 6
 
@@ -98,7 +97,7 @@ def test_logits_that_are_not_finite_are_refused(poison):
     logits[1, 3] = poison
     with pytest.raises(UserError, match="not finite"):
         token_probabilities(logits, SamplingConfig())
-    token_probabilities(logits, SamplingConfig(), vocab_size=3)  # in the padding it does not matter
+    token_probabilities(logits, SamplingConfig(), real_V=torch.arange(5) < 3)  # in the padding it does not matter
 
 
 def test_draws_follow_the_distribution():
@@ -126,6 +125,16 @@ def test_no_uniform_number_draws_an_impossible_token(weights, uniform):
     probabilities /= probabilities.sum()
     token = int(draw(probabilities, torch.tensor([uniform], dtype=torch.float64)))
     assert probabilities[0, token] > 0
+
+
+def test_a_target_that_rounding_puts_past_the_end_draws_the_last_possible_token():
+    probabilities = torch.tensor([[0.25, 0.75, 0.0, 0.0], [0.0, 0.0, 1.0, 0.0]], dtype=torch.float64)
+    assert draw(probabilities, torch.ones(2, dtype=torch.float64)).tolist() == [1, 2]
+
+
+def test_of_many_equals_the_lower_ids_stay():
+    kept = token_probabilities(torch.zeros(1, 20_000), SamplingConfig(top_k=7))
+    assert kept[0].nonzero().flatten().tolist() == list(range(7))
 
 
 @pytest.mark.parametrize(

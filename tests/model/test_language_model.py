@@ -84,9 +84,7 @@ def test_prompts_of_different_lengths_get_what_each_gets_alone(side):
     padded, valid = torch.full((3, width), 3), torch.zeros(3, width, dtype=torch.bool)
     prompts = [tokens(1, n, seed=n) for n in lengths]
     for row, (n, prompt) in enumerate(zip(lengths, prompts, strict=True)):
-        places = {"left": range(width - n, width), "right": range(n), "between": range(0, width, width // n)}[
-            side
-        ]
+        places = {"left": range(width - n, width), "right": range(n), "between": range(0, width, width // n)}[side]
         index = torch.tensor(list(places)[:n])
         padded[row, index], valid[row, index] = prompt[0], True
     logits, state = model.prefill(padded, model.init_state(3), valid_BT=valid)
@@ -118,9 +116,7 @@ def test_packed_documents_equal_separate_ones():
     documents = torch.tensor([[0] * 8 + [1] * 1 + [2] * 12])
     packed = model.hidden(x, documents_BT=documents)
     for start, stop in ((0, 8), (8, 9), (9, 21)):
-        torch.testing.assert_close(
-            packed[:, start:stop], model.hidden(x[:, start:stop]), rtol=1e-10, atol=1e-11
-        )
+        torch.testing.assert_close(packed[:, start:stop], model.hidden(x[:, start:stop]), rtol=1e-10, atol=1e-11)
 
 
 def test_a_capacity_runs_prefix_views_and_touches_nothing_beyond_them():
@@ -234,9 +230,7 @@ def test_mistakes_are_said():
     with pytest.raises(UserError, match="at least one"):
         model.prefill(tokens(1, 0), model.init_state(1))
     with pytest.raises(UserError, match="at least one"):
-        model.prefill(
-            tokens(2, 2), model.init_state(2), valid_BT=torch.tensor([[True, True], [False, False]])
-        )
+        model.prefill(tokens(2, 2), model.init_state(2), valid_BT=torch.tensor([[True, True], [False, False]]))
     with pytest.raises(UserError, match="made for 3 channels"):
         model.step(tokens(1, 1)[:, 0], model.init_state(1, SMALL), full_capacity(CONFIG))
     unbounded = build(replace(CONFIG, window=None))

@@ -57,9 +57,7 @@ def test_sixty_four_channels_repeat_the_last_one_that_float64_resolves() -> None
         values = getattr(bank, table)
         assert np.all(np.isfinite(values))
         np.testing.assert_array_equal(values[:32], getattr(first, table))
-        np.testing.assert_array_equal(
-            values[resolved:], np.repeat(values[resolved - 1 : resolved], 64 - resolved, 0)
-        )
+        np.testing.assert_array_equal(values[resolved:], np.repeat(values[resolved - 1 : resolved], 64 - resolved, 0))
     assert not np.array_equal(bank.rho[resolved - 2], bank.rho[resolved - 1])
 
 

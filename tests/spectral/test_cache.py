@@ -114,9 +114,7 @@ def test_pickled_objects_are_never_loaded(directory: Path) -> None:
         assert_equal(cached_arrays(KEY, tables))
 
 
-def test_a_directory_that_cannot_be_made_costs_a_warning_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_that_cannot_be_made_costs_a_warning_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("ESSH_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.warns(RuntimeWarning, match=r"file/cache: cannot be written .*set \$ESSH_CACHE"):

@@ -23,9 +23,7 @@ def modes_of(*rows: tuple[float, float, float, float]) -> Modes:
 def test_a_response_is_the_impulse_response_of_the_recurrence() -> None:
     rng = np.random.default_rng(3)
     m = 5
-    modes = Modes(
-        rng.uniform(0.3, 0.99, m), rng.uniform(-np.pi, np.pi, m), rng.normal(size=m), rng.normal(size=m)
-    )
+    modes = Modes(rng.uniform(0.3, 0.99, m), rng.uniform(-np.pi, np.pi, m), rng.normal(size=m), rng.normal(size=m))
     state = np.zeros((m, 2))
     state[:, 0] = 1.0
     c, s = np.cos(modes.theta), np.sin(modes.theta)

@@ -75,15 +75,11 @@ def test_a_pretraining_step_minimises_the_specifications_objective():
         else:
             capacity = budget_capacity(config.model, config.elastic, budget)
             before = {
-                n: p.grad.clone()
-                for n, p in model.named_parameters()
-                if p.grad is not None and "feed_forward" in n
+                n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None and "feed_forward" in n
             }
             log_p = F.log_softmax(model(inputs, capacity).flatten(0, 1), -1)
             teacher = F.log_softmax(model(inputs).flatten(0, 1).detach(), -1)
-            loss = (
-                F.nll_loss(log_p, labels, reduction="sum") + 0.5 * (teacher.exp() * (teacher - log_p)).sum()
-            )
+            loss = F.nll_loss(log_p, labels, reduction="sum") + 0.5 * (teacher.exp() * (teacher - log_p)).sum()
             loss.backward()
             for name, parameter in model.named_parameters():
                 if "feed_forward" in name:  # half of what this slot added
@@ -117,9 +113,7 @@ def test_a_refinement_step_minimises_the_specifications_objective():
     ((F.cross_entropy(tier, labels, reduction="sum") + 5 * tv) / valid).backward()
     for name, parameter in model.named_parameters():
         expected = from_full[name] + parameter.grad * (0.5 if "feed_forward" in name else 1.0)
-        torch.testing.assert_close(
-            engine.model.get_parameter(name).grad, expected, rtol=1e-9, atol=1e-12, msg=name
-        )
+        torch.testing.assert_close(engine.model.get_parameter(name).grad, expected, rtol=1e-9, atol=1e-12, msg=name)
 
 
 def test_micro_batches_subdivide_slots_without_changing_the_step():
@@ -177,9 +171,7 @@ def test_ordering_changes_neither_the_function_nor_the_steps_that_follow():
         for part in ("gate_up", "down"):
             p, q = (e.model.get_parameter(f"blocks.{layer}.feed_forward.{part}") for e in (plain, ordered))
             for moment in ("exp_avg", "exp_avg_sq"):  # ... with their moments and statistic
-                torch.testing.assert_close(
-                    plain.optimizer.state[p][moment], ordered.optimizer.state[q][moment][match]
-                )
+                torch.testing.assert_close(plain.optimizer.state[p][moment], ordered.optimizer.state[q][moment][match])
         torch.testing.assert_close(
             plain.statistics.mean_square_LN[layer], ordered.statistics.mean_square_LN[layer, match]
         )
@@ -254,7 +246,7 @@ def test_document_mask_cuts_documents_and_ignores_the_label_after_their_end():
     ):  # two documents: positions 0 to 5 predict 1 to 5, positions 6 to 11 predict 7 to 12
         inputs, labels = part[:, :-1], part[:, 1:]
         keep = inputs != 7
-        total += float(F.cross_entropy(model(inputs)[keep], labels[keep], reduction="sum"))
+        total += F.cross_entropy(model(inputs)[keep], labels[keep], reduction="sum").item()
     assert report.loss == pytest.approx(total / (8 * 11), rel=1e-10)
 
 
@@ -263,11 +255,7 @@ def test_evaluation_is_the_mean_over_tokens_of_all_batches():
     batches = [batch(0), batch(1, rows=3)]
     capacity = engine.capacities[2]
     total = sum(
-        float(
-            F.cross_entropy(
-                engine.model(b[:, :-1], capacity).flatten(0, 1), b[:, 1:].flatten(), reduction="sum"
-            )
-        )
+        float(F.cross_entropy(engine.model(b[:, :-1], capacity).flatten(0, 1), b[:, 1:].flatten(), reduction="sum"))
         for b in batches
     )
     assert engine.evaluate(batches, capacity) == pytest.approx(total / (11 * 12), rel=1e-12)
@@ -293,9 +281,7 @@ def test_groups_go_by_name_in_pretraining_and_by_rank_in_refinement():
 
 
 def test_learning_rate_warms_up_linearly_and_falls_along_a_cosine():
-    rates = [
-        learning_rate(s, peak=1.0, steps=100, warmup_fraction=0.1, final_fraction=0.1) for s in range(100)
-    ]
+    rates = [learning_rate(s, peak=1.0, steps=100, warmup_fraction=0.1, final_fraction=0.1) for s in range(100)]
     assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
     assert all(a > b for a, b in itertools.pairwise(rates[9:]))
     assert rates[-1] == pytest.approx(0.1)

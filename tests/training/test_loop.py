@@ -212,7 +212,7 @@ def broken(self, *arguments):
 NativeEngine.forward_backward = broken
 """
     finished = launch("pretrain", "--output", folder, hook=hook)
-    refused(finished, "step 8", "nan", "full", f"the last checkpoint is intact: {folder}/checkpoints/step_00000006")
+    refused(finished, "step 9", "nan", "full", f"the last checkpoint is intact: {folder}/checkpoints/step_00000006")
     assert checkpoint_steps(folder / "checkpoints") == [6]
     finished = launch("pretrain", "--output", folder)
     assert finished.status == 0, finished.output

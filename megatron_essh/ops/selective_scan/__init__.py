@@ -41,16 +41,19 @@ def selective_scan(
     Returns z_BTKP in raw's dtype and the state after the last position. Arithmetic and state are fp32 (fp64 if raw
     is fp64) under autocast too.
     """
-    batch, _, channels, columns = raw_BTKX.shape
+    batch, length, channels, columns = raw_BTKX.shape
     modes = tables.theta.shape[1]
     assert tables.theta.shape[0] == channels, f"raw has {channels} channels, the tables {tables.theta.shape[0]}"
     with torch.autocast(raw_BTKX.device.type, enabled=False):
         dtype = compute_dtype(raw_BTKX)
+        if state_BKM2P is None:
+            state_BKM2P = raw_BTKX.new_zeros(batch, channels, modes, 2, columns - 3 * modes, dtype=dtype)
+        if length == 1 and valid_BT is None:
+            z_BKP, state_BKM2P = scan_step(raw_BTKX[:, 0], tables, state_BKM2P, eps=eps, neutral_gates=neutral_gates)
+            return z_BKP[:, None], state_BKM2P
         tables = ModalTables(*(table.to(dtype) for table in tables))
         # Channels first in memory, so that a channel's chunks are contiguous matrices.
         raw_BKTX = raw_BTKX.transpose(1, 2).to(dtype).contiguous()
         given = controls(raw_BKTX.transpose(1, 2), tables, eps, neutral_gates)
-        if state_BKM2P is None:
-            state_BKM2P = raw_BKTX.new_zeros(batch, channels, modes, 2, columns - 3 * modes)
         z_BTKP, state_BKM2P = chunked_scan(given, tables, state_BKM2P.to(dtype), documents_BT, valid_BT, chunk)
         return z_BTKP.to(raw_BTKX.dtype), state_BKM2P

@@ -1,0 +1,1 @@
+"""Measures of trained models: a file each, that takes a model and data and returns plain numbers."""

@@ -1,0 +1,61 @@
+"""Exporting tiers of a trained model: cut, write, read back strictly, count."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from megatron_essh.config import RunConfig
+from megatron_essh.elastic.capacity import parse_capacity
+from megatron_essh.errors import UserError
+from megatron_essh.export.folder import ExportRecord, read_export, write_export
+from megatron_essh.export.provenance import Provenance
+from megatron_essh.export.slice import slice_config, slice_tensors
+from megatron_essh.model.accounting import parameter_counts
+from megatron_essh.model.loading import build_model
+
+
+def export_tier(
+    tensors: Mapping[str, Tensor],
+    config: RunConfig,
+    source: Provenance,
+    tier: str,
+    folder: Path,
+    *,
+    overwrite: bool = False,
+) -> tuple[ExportRecord, bool]:
+    """Cut `tier` out of a trained model and write it to `folder` as a standalone model (section 6).
+
+    What was written is read back before it gets its name: hashes, strict names and shapes, and the parameter
+    count against the closed form.
+
+    Args:
+        tensors, config, source: as `model.loading.open_tensors` returns them; an export will do.
+        tier: a tier's name, `full` or `K,n`; names resolve against the family's full sizes.
+        folder: the export's place.
+        overwrite: let a different export there make way.
+
+    Returns:
+        The export's record, and whether the folder was written: not where it already holds these very bytes.
+
+    Raises:
+        UserError: the tier is unknown or more than the source holds, the place is taken, the disk is full.
+    """
+    try:
+        capacity = parse_capacity(tier, config.model, config.elastic)
+    except UserError as error:
+        raise UserError(f"{source.path}: {error}") from None
+    standalone = dataclasses.replace(config, model=slice_config(config.model, capacity))
+    cut = slice_tensors(tensors, config.model, capacity)
+    return write_export(folder, cut, standalone, tier, source, check=_check, overwrite=overwrite)
+
+
+def _check(folder: Path) -> None:
+    tensors, config, record = read_export(folder)
+    model = build_model(tensors, config.model, str(folder))
+    counted = sum(parameter.numel() for parameter in model.parameters())
+    expected = parameter_counts(config.model).total
+    assert counted == record.parameters == expected, (counted, record.parameters, expected)

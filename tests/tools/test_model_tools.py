@@ -1,0 +1,194 @@
+"""The commands that open trained models, run as a user runs them: export, verify, evaluate, generate, plot."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_essh.data.indexed_dataset import IndexedDataset
+from megatron_essh.evaluation.perplexity import Windows, score
+from megatron_essh.model.loading import open_model
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def run(write_run, byte_pair):
+    return write_run()
+
+
+def failed(done, message):
+    """A mistake of the user's: status 2 and one line that says what it is."""
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert lines[-1].startswith("error: ")
+    assert message in lines[-1], lines[-1]
+
+
+def test_export_verify_evaluate_plot_generate(run, byte_pair, tmp_path, command):
+    exports = tmp_path / "exports"
+    done = command("tools/export_tiers.py", run.folder, "--tier", "T1", "--tier", "5,70", "--output", exports)
+    assert done.returncode == 0, done.stderr
+    assert sorted(p.name for p in exports.iterdir()) == ["5x70", "T1"]
+    assert "5 channels, 70 feed-forward units" in done.stdout
+    again = command("tools/export_tiers.py", run.folder, "--tier", "T1", "--output", exports)
+    assert "already there, unchanged" in again.stdout
+
+    done = command("tools/verify_export.py", exports / "T1", exports / "5x70", "--length", 20, "--batches", 1)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "verified: 2 exports" in done.stdout
+    assert "DIFFERS" not in done.stdout
+
+    figures = [tmp_path / "small.json", tmp_path / "several.json"]
+    common = ("--data", byte_pair.prefix, "--batches", 3, "--batch-size", 4)
+    done = command("tools/evaluate.py", "perplexity", exports / "T1", *common, "--json", figures[0])
+    assert done.returncode == 0, done.stderr
+    tiers = ("--tier", "T1", "--tier", "5,70", "--tier", "full")
+    done = command("tools/evaluate.py", "perplexity", run.folder, *tiers, *common, "--json", figures[1])
+    assert done.returncode == 0, done.stderr
+    alone, several = (json.loads(path.read_text()) for path in figures)
+    assert [row["tier"] for row in several] == ["T1", "5,70", "full"]
+    assert alone["nll"] == several[0]["nll"]  # the export is the model at that tier, bit for bit
+    assert alone["parameters"] == several[0]["parameters"]
+    assert alone["origin_sha256"] == several[2]["sha256"]
+    windows = Windows(IndexedDataset(byte_pair.prefix), 24, 4, 3)
+    expected = score(open_model(run.folder)[0], windows, chunk=None)
+    assert several[2]["nll"] == expected.nll
+    assert several[2]["tokens"] == expected.tokens == 3 * 4 * 24
+    assert several[2]["perplexity"] == pytest.approx(math.exp(expected.nll))
+    bits = several[2]["nll"] / math.log(2) / several[2]["bytes_per_token"]
+    assert several[2]["bits_per_byte"] == pytest.approx(bits)
+
+    picture = tmp_path / "frontier.png"
+    done = command("tools/plot_frontier.py", *figures, "--output", picture)
+    assert done.returncode == 0, done.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_generate_prints_the_prompt_and_its_continuation_only(run, command):
+    words = (run.folder, "--tier", "T4", "--prompt", "Zwölf ", "--max-new-tokens", 40, "--seed", 3)
+    first, second = (command("tools/generate.py", *words) for _ in range(2))
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == second.stdout
+    assert first.stdout.startswith("Zwölf ")
+    assert len(first.stdout) > 12
+    assert "tokens/s" in first.stderr
+    other = command("tools/generate.py", *words[:-1], 4)
+    assert other.stdout != first.stdout
+
+
+def test_generate_from_a_file_or_from_nothing(run, tmp_path, command):
+    (tmp_path / "prompt.txt").write_text("αβγ\n", encoding="utf-8")
+    few = ("--max-new-tokens", 3, "--temperature", 0)
+    done = command("tools/generate.py", run.folder, "--prompt-file", tmp_path / "prompt.txt", *few)
+    assert done.stdout.startswith("αβγ\n"), done.stderr
+    assert command("tools/generate.py", run.folder, "--unconditional", *few).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--prompt", ""], "--prompt: empty; give some text, or --unconditional"),
+        (["--prompt-file", "nowhere.txt"], "nowhere.txt: No such file"),
+        (["--prompt", "a", "--temperature", "-1"], "temperature: -1.0"),
+        (["--prompt", "a", "--top-p", "0"], "top_p: 0.0"),
+        (["--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens: 0"),
+        (["--prompt", "a", "--tier", "T99"], "capacity 'T99'"),
+        (["--prompt", "a", "--tier", "7,64"], "this model holds 1 to 6 channels"),
+        (["--prompt", "a", "--tokenizer-type", "sentencepiece"], "needs `model`"),
+    ],
+)
+def test_bad_requests_for_text_are_one_line(words, message, run, command):
+    failed(command("tools/generate.py", run.folder, *words), message)
+
+
+def test_a_script_started_by_a_shell_says_its_mistake_and_ends_with_status_2(run):
+    words = [sys.executable, "tools/generate.py", str(run.folder), "--prompt", ""]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
+    failed(done, "--prompt: empty")
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("words", [["--unconditional"], ["--prompt", "a", "--no-stop-at-eod"]])
+def test_a_model_trained_on_cut_documents_is_not_asked_to_begin_one(words, write_run, byte_pair, tiny_config, command):
+    config = replace(tiny_config, data=replace(tiny_config.data, document_mask=True))
+    run = write_run(config=config)
+    failed(command("tools/generate.py", run.folder, *words), "trained with data.document_mask")
+    assert command("tools/generate.py", run.folder, "--prompt", "a", "--max-new-tokens", 2).returncode == 0
+    done = command("tools/evaluate.py", "perplexity", run.folder, "--data", byte_pair.prefix, "--all")
+    documents = len(byte_pair.texts)
+    assert f"{len(byte_pair.ids) - 1 - (documents - 1):,}" in done.stdout.split()  # none for what follows a document
+
+
+def test_a_model_without_a_tokenizer_asks_for_one(write_run, command):
+    run = write_run()  # its data is not there
+    failed(command("tools/generate.py", run.folder, "--prompt", "a"), "give --tokenizer-type and --tokenizer-model")
+    few = ("--prompt", "a", "--max-new-tokens", 2)
+    assert command("tools/generate.py", run.folder, "--tokenizer-type", "byte", *few).returncode == 0
+
+
+def test_bad_places_are_one_line_and_leave_nothing(run, byte_pair, tmp_path, command):
+    output = tmp_path / "exports"
+    failed(command("tools/export_tiers.py", tmp_path / "nowhere", "--tier", "T1", "--output", output), "no such folder")
+    several = ("--tier", "T1", "--tier", "T99", "--output", output)
+    failed(command("tools/export_tiers.py", run.folder, *several), "capacity 'T99'")
+    assert not output.exists()
+    failed(command("tools/verify_export.py", run.folder), "not an export")
+    failed(
+        command("tools/evaluate.py", "perplexity", run.folder, "--data", tmp_path / "none"), "none.bin: no such file"
+    )
+    (byte_pair.prefix.with_suffix(".bin")).write_bytes(b"")
+    failed(command("tools/evaluate.py", "perplexity", run.folder, "--data", byte_pair.prefix), "truncated")
+
+
+def test_a_changed_export_fails_verification_with_status_1(run, tmp_path, command):
+    command("tools/export_tiers.py", run.folder, "--tier", "T1", "--output", tmp_path)
+    file = tmp_path / "T1/model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    done = command("tools/verify_export.py", tmp_path / "T1", "--length", 9, "--batches", 1)
+    assert done.returncode == 1
+    assert "first difference: " in done.stdout
+    assert f"FAILED: {tmp_path / 'T1'}" in done.stdout
+
+
+def row(**changes):
+    return {
+        "tier": "T1",
+        "parameters": 1000,
+        "perplexity": 20.0,
+        "data": "/data/text",
+        "data_fingerprint": "a",
+        "sequence_length": 16,
+        "tokens": 100,
+        "step": 5,
+        "origin": "/runs/one/checkpoints/step_00000005",
+        "origin_sha256": "b",
+        **changes,
+    }
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "not valid JSON"),
+        ("{}", "has no tier"),
+        ("[3]", "has no tier"),
+        (json.dumps([row(), row(data_fingerprint="c")]), "not comparable"),
+        (json.dumps([row(), row(tokens=99)]), "not comparable"),
+    ],
+)
+def test_figures_that_make_no_picture_are_refused(content, message, tmp_path, command):
+    (tmp_path / "figures.json").write_text(content)
+    failed(command("tools/plot_frontier.py", tmp_path / "figures.json", "--output", tmp_path / "x.png"), message)
+    assert not (tmp_path / "x.png").exists()
