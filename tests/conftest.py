@@ -26,6 +26,7 @@ from megatron_essh.config import (
 )
 from megatron_essh.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, token_dtype
 from megatron_essh.data.sidecar import write_sidecar
+from megatron_essh.data.tokenizer_reference import recorded_tokenizer, reference_to
 from megatron_essh.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_essh.model.language_model import LanguageModel
 from megatron_essh.training.checkpoint import save_checkpoint
@@ -163,16 +164,20 @@ def write_run(tmp_path: Path, tiny_config: RunConfig, random_model: Callable[...
         *,
         seed: int = 0,
         config: RunConfig = tiny_config,
-        trained_on: str | None = None,
         **model: object,
     ) -> Run:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, **model))  # type: ignore[arg-type]
         built = random_model(config.model, seed)
         tensors = {f"model.{n}": p for n, p in built.named_parameters()}
         tensors["rng.torch"] = torch.get_rng_state()
-        values = {"stage": "pretrain", "step": 7, "config": config_to_mapping(config)}
-        if trained_on is not None:
-            values["data"] = {"fingerprint": trained_on}
+        data = config.data
+        tokenizer = reference_to(data.tokenizer) if data.tokenizer else recorded_tokenizer(str(data.train))
+        values = {
+            "stage": "pretrain",
+            "step": 7,
+            "config": config_to_mapping(config),
+            "tokenizer": None if tokenizer is None else config_to_mapping(tokenizer),
+        }
         folder = tmp_path / name
         checkpoint = save_checkpoint(folder / "checkpoints", 7, tensors, values, keep_last=1)
         return Run(folder, checkpoint, built, config)

@@ -26,7 +26,7 @@ from megatron_essh.files import write_atomically
 ROOT = Path(__file__).resolve().parent.parent
 TIERS = ("T1", "T4", "T7", "T10")
 PROMPT = "def "
-LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+LEFT_OUT = {"encodings", "site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 
 
 def main() -> int:

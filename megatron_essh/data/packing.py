@@ -16,6 +16,9 @@ from megatron_essh.data.indexed_dataset import IndexedDataset, check_token_ids
 from megatron_essh.data.sampling import draw_order
 from megatron_essh.errors import UserError
 
+IGNORED = -100
+"""Label that takes part in no loss."""
+
 Tokens = TypeVar("Tokens", bound=Any)
 """A NumPy array or a PyTorch tensor."""
 
@@ -91,6 +94,20 @@ def document_ids(tokens_BT: Tokens, eod: int) -> Tokens:
     """
     ends_BT = tokens_BT == eod
     return ends_BT.cumsum(-1) - ends_BT * 1
+
+
+def next_token_task(tokens_BT: Tokens, cut_at: int | None) -> tuple[Tokens, Tokens, Tokens | None]:
+    """What samples [B, T + 1] ask of a model: inputs [B, T], labels [B, T] and documents [B, T].
+
+    `cut_at` is the end-of-document token where documents are cut apart (data.document_mask): the label that follows
+    one is `IGNORED`. None: nothing is cut, and documents are None. NumPy arrays or PyTorch tensors, as given.
+    """
+    inputs_BT, labels_BT = tokens_BT[:, :-1], tokens_BT[:, 1:]
+    if cut_at is None:
+        return inputs_BT, labels_BT, None
+    labels_BT = labels_BT * 1  # a copy: labels and inputs share memory
+    labels_BT[inputs_BT == cut_at] = IGNORED
+    return inputs_BT, labels_BT, document_ids(inputs_BT, cut_at)
 
 
 def validation_batches(

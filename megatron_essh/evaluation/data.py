@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from megatron_essh.config import DataConfig
 from megatron_essh.data.indexed_dataset import IndexedDataset
 from megatron_essh.data.sidecar import read_sidecar, sidecar_path
+from megatron_essh.data.tokenizer_reference import TokenizerReference, recorded_tokenizer
 from megatron_essh.errors import UserError
-from megatron_essh.export.provenance import Provenance, TokenizerReference, recorded_tokenizer
+from megatron_essh.export.provenance import Provenance
 
 
 @dataclass(frozen=True)

@@ -9,22 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from megatron_essh.data.indexed_dataset import IndexedDataset, check_token_ids
-from megatron_essh.data.packing import document_ids
+from megatron_essh.data.packing import IGNORED, next_token_task
 from megatron_essh.data.tokenizers import Tokenizer
 from megatron_essh.elastic.capacity import Capacity
 from megatron_essh.errors import UserError
 from megatron_essh.model.language_model import LanguageModel
 from megatron_essh.ops.linear_loss import cross_entropy
-
-IGNORED = -100
-"""Label that is not scored."""
 
 Batches = Iterable[npt.NDArray[np.int64]]
 """Token ids [B, T + 1]; neighbouring windows share one token."""
@@ -141,9 +138,7 @@ def score(
         torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bf16"),
     ):
         for index, batch in enumerate(batches):
-            inputs_BT = torch.from_numpy(batch[:, :-1]).to(model.device)
-            labels_BT = torch.from_numpy(_labels(batch, cut_at)).to(model.device)
-            documents_BT = None if cut_at is None else document_ids(inputs_BT, cut_at)
+            inputs_BT, labels_BT, documents_BT = next_token_task(torch.from_numpy(batch).to(model.device), cut_at)
             hidden_BTD = model.hidden(inputs_BT, capacity, documents_BT=documents_BT)
             loss = cross_entropy(hidden_BTD.flatten(0, 1), model.head_weight, labels_BT.flatten(), chunk=chunk)
             total += float(loss)
@@ -164,7 +159,7 @@ def scored_bytes(batches: Batches, tokenizer: Tokenizer, *, cut_at: int | None =
     total = 0
     document: list[int] = []
     for batch in batches:
-        labels = _labels(batch, cut_at).reshape(-1)
+        labels = next_token_task(batch, cut_at)[1].reshape(-1)
         for token in labels[labels != IGNORED].tolist():
             if token == tokenizer.eod:
                 total += len(tokenizer.decode(document).encode())
@@ -172,10 +167,3 @@ def scored_bytes(batches: Batches, tokenizer: Tokenizer, *, cut_at: int | None =
             else:
                 document.append(token)
     return total + len(tokenizer.decode(document).encode())
-
-
-def _labels(batch: npt.NDArray[np.int64], cut_at: int | None) -> npt.NDArray[Any]:
-    labels = batch[:, 1:].copy()
-    if cut_at is not None:
-        labels[batch[:, :-1] == cut_at] = IGNORED
-    return labels

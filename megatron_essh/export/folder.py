@@ -20,8 +20,9 @@ import yaml
 from torch import Tensor
 
 from megatron_essh.config import RunConfig, config_from_mapping, config_to_mapping, load_config
+from megatron_essh.data.tokenizer_reference import TokenizerReference
 from megatron_essh.errors import UserError
-from megatron_essh.export.provenance import Provenance, TokenizerReference
+from megatron_essh.export.provenance import Provenance
 from megatron_essh.training.checkpoint.files import (
     file_sha256,
     read_tensors,

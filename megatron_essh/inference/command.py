@@ -7,9 +7,10 @@ from typing import get_args
 
 from megatron_essh.config import RunConfig, TokenizerConfig, config_from_mapping
 from megatron_essh.config.components import TokenizerType
+from megatron_essh.data.tokenizer_reference import TokenizerReference
 from megatron_essh.elastic.capacity import Capacity
 from megatron_essh.errors import UserError
-from megatron_essh.export.provenance import Provenance, TokenizerReference
+from megatron_essh.export.provenance import Provenance
 from megatron_essh.model.accounting import parameter_counts
 
 

@@ -6,8 +6,6 @@ is a `UserError` that names the file.
 
 from __future__ import annotations
 
-import dataclasses
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -16,11 +14,11 @@ import torch
 from torch import Tensor
 
 from megatron_essh.config import ModelConfig, RunConfig, TokenizerConfig, config_from_mapping
-from megatron_essh.data.sidecar import read_sidecar, sidecar_path
+from megatron_essh.data.tokenizer_reference import TokenizerReference
 from megatron_essh.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_essh.errors import UserError
 from megatron_essh.export.folder import RECORD_FILE, read_export
-from megatron_essh.export.provenance import Provenance, TokenizerReference, recorded_tokenizer
+from megatron_essh.export.provenance import Provenance
 from megatron_essh.model.language_model import LanguageModel
 from megatron_essh.training.checkpoint import load_checkpoint, model_sha256, resolve_checkpoint
 
@@ -74,12 +72,13 @@ def open_tensors(path: str | Path) -> tuple[dict[str, Tensor], RunConfig, Proven
 def _open_checkpoint(folder: Path) -> tuple[dict[str, Tensor], RunConfig, Provenance]:
     saved, values = load_checkpoint(folder, model_only=True)
     state = folder / "state.json"
-    missing = [key for key in ("config", "stage", "step") if key not in values]
+    missing = [key for key in ("config", "stage", "step", "tokenizer") if key not in values]
     if missing:
         raise UserError(f"{state}: has no {missing[0]}: not the checkpoint of a training run")
     config = config_from_mapping(RunConfig, values["config"], str(state))
     tensors = {name.removeprefix("model."): tensor for name, tensor in saved.items()}
     path, digest = str(folder.resolve()), model_sha256(folder)
+    tokenizer = values["tokenizer"]
     provenance = Provenance(
         kind="checkpoint",
         path=path,
@@ -89,7 +88,7 @@ def _open_checkpoint(folder: Path) -> tuple[dict[str, Tensor], RunConfig, Proven
         tier="full",
         step=values["step"],
         stage=values["stage"],
-        tokenizer=_tokenizer_reference(config, values.get("data", {}).get("fingerprint")),
+        tokenizer=None if tokenizer is None else config_from_mapping(TokenizerReference, tokenizer, str(state)),
     )
     return tensors, config, provenance
 
@@ -158,31 +157,3 @@ def open_tokenizer(
             "not the tokenizer it was trained with"
         )
     return tokenizer
-
-
-def _tokenizer_reference(config: RunConfig, trained_on: str | None) -> TokenizerReference | None:
-    """What a run's data was made with: the training pair's sidecar says, or the config.
-
-    `trained_on` is the fingerprint of the training pair: another pair that has its place now says nothing.
-    """
-    prefix = config.data.train
-    sidecar = None if prefix is None else read_sidecar(prefix)
-    if prefix is not None and sidecar is not None:
-        if trained_on in (None, sidecar["data_fingerprint"]):
-            return recorded_tokenizer(prefix)
-        print(f"warning: {sidecar_path(prefix)}: describes other data than the model was trained on", file=sys.stderr)
-    named = config.data.tokenizer
-    if named is None:
-        return None
-    try:
-        tokenizer = build_tokenizer(named)
-    except UserError as error:  # only some uses of a model need its tokenizer
-        print(f"warning: the model's tokenizer is not known: {error}", file=sys.stderr)
-        return None
-    place = None if named.model is None else str(Path(named.model).resolve())
-    return TokenizerReference(
-        config=dataclasses.replace(named, model=place),
-        fingerprint=tokenizer.fingerprint,
-        vocab_size=tokenizer.vocab_size,
-        eod=tokenizer.eod,
-    )

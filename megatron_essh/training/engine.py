@@ -7,7 +7,7 @@ ordering. Everything elastic stands above this file in elastic/; another engine 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
@@ -17,20 +17,18 @@ import torch
 from torch import Tensor
 
 from megatron_essh.config import RunConfig
-from megatron_essh.data.packing import document_ids
+from megatron_essh.data.packing import IGNORED, next_token_task
 from megatron_essh.elastic.capacity import Capacity, budget_capacity, full_capacity
 from megatron_essh.elastic.distillation import MicroLoss, full_loss, reduced_loss, refinement_loss
 from megatron_essh.elastic.ffn_order import UnitStatistics, orders_after, unit_order
 from megatron_essh.elastic.plan import FULL, budget_label, pretraining_plan, refinement_plan
 from megatron_essh.errors import UserError
+from megatron_essh.evaluation.perplexity import Batches, score
 from megatron_essh.model.language_model import LanguageModel
-from megatron_essh.ops.linear_loss import cross_entropy
 from megatron_essh.training.optimizer import build_optimizer, load_moments, named_moments, updates_done
 from megatron_essh.training.schedule import learning_rate
 
 Stage = Literal["pretrain", "refine"]
-IGNORED = -100
-"""Label that takes part in no loss."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ class NativeEngine:
         self.config = config
         self.stage = stage
         self.device = device
-        self.eod = eod
+        self.cut_at = eod if config.data.document_mask else None
         refine = stage == "refine"
         self.steps = config.refinement.steps if refine else config.training.steps
         budgets = config.refinement.budgets if refine else config.elastic.training_budgets
@@ -109,8 +107,9 @@ class NativeEngine:
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             broken = [label for label, ce in by_capacity.items() if not math.isfinite(ce)]
             raise UserError(
-                f"step {step + 1}: loss {loss}, gradient norm {grad_norm} "
-                f"(capacities with a loss that is not finite: {', '.join(broken) or 'none'}): nothing was updated; "
+                f"step {step + 1}: loss {loss}, gradient norm {grad_norm} (capacities of the step: "
+                f"{', '.join(by_capacity)}; with a loss that is not finite: {', '.join(broken) or 'none'}): "
+                "nothing was updated; "
                 "start a new run with a lower optimizer.learning_rate or other data"
             )
         self.step(rate)
@@ -138,7 +137,7 @@ class NativeEngine:
 
     def forward_backward(self, tokens: Tensor, plan: Sequence[int]) -> tuple[StepSums, int]:
         """Gradients of the step's mean objective; its sums, and the number of valid tokens."""
-        inputs, labels, documents = self._split(tokens)
+        inputs, labels, documents = next_token_task(tokens, self.cut_at)
         valid = int((labels != IGNORED).sum())
         if valid == 0:
             raise UserError("a step holds no token to predict: every label follows an end-of-document token")
@@ -179,26 +178,13 @@ class NativeEngine:
                 tensor.copy_(tensor[order_N])
         self.statistics.permute(layer, order_N)
 
-    def evaluate(self, batches: Iterable[np.ndarray | Tensor], capacity: Capacity | None = None) -> float:
+    def evaluate(self, batches: Batches, capacity: Capacity | None = None) -> float:
         """Mean cross-entropy a valid token of int64 batches [B, T + 1] at `capacity` (None: full)."""
-        total, count = 0.0, 0
-        with torch.no_grad():
-            for batch in batches:
-                inputs, labels, documents = self._split(torch.as_tensor(batch))
-                cut = None if documents is None else documents.to(self.device)
-                with self._autocast():
-                    hidden = self.model.hidden(inputs.to(self.device), capacity, documents_BT=cut)
-                    ce = cross_entropy(
-                        hidden.flatten(0, 1),
-                        self.model.head_weight,
-                        labels.to(self.device).flatten(),
-                        chunk=self.config.training.loss_chunk,
-                    )
-                total += float(ce)
-                count += int((labels != IGNORED).sum())
-        if count == 0:
-            raise UserError("validation: no token to predict in the given batches")
-        return total / count
+        training = self.config.training
+        measured = score(
+            self.model, batches, capacity, cut_at=self.cut_at, precision=training.precision, chunk=training.loss_chunk
+        )
+        return measured.nll
 
     # -- what a resume needs ----------------------------------------------------------------------------------------
 
@@ -252,13 +238,6 @@ class NativeEngine:
         if budget == FULL:
             return full_loss(self.model, self.config, inputs, labels, documents, self.statistics.observe)
         return reduced_loss(self.model, self.config, inputs, labels, documents, capacity)
-
-    def _split(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        inputs, labels = tokens[:, :-1], tokens[:, 1:]
-        if not self.config.data.document_mask:
-            return inputs, labels, None
-        assert self.eod is not None
-        return inputs, labels.masked_fill(inputs == self.eod, IGNORED), document_ids(inputs, self.eod)
 
     def _learning_rate(self, step: int) -> float:
         config = self.config

@@ -240,6 +240,7 @@ class Run:
             "config": config_to_mapping(self.config),
             "progress": self.progress.state_values(),
             "data": self.data.loader.state_values(),
+            "tokenizer": None if self.data.tokenizer is None else config_to_mapping(self.data.tokenizer),
             "engine": self.engine.state_values(),
             "source": self.source,
         }

@@ -10,8 +10,8 @@ import numpy.typing as npt
 from megatron_essh.config import RunConfig
 from megatron_essh.data.loader import StatefulLoader
 from megatron_essh.data.packing import PackedDataset, validation_batches
-from megatron_essh.data.sidecar import read_sidecar, sidecar_path
-from megatron_essh.data.tokenizers import build_tokenizer
+from megatron_essh.data.sidecar import sidecar_path
+from megatron_essh.data.tokenizer_reference import TokenizerReference, recorded_tokenizer, reference_to
 from megatron_essh.errors import UserError
 from megatron_essh.training.engine import Stage
 
@@ -24,18 +24,13 @@ class RunData:
     """Training batches, int64 [global_batch, sequence_length + 1]."""
     validation: list[npt.NDArray[np.int64]]
     """Batches of up to micro_batch samples; none without data.validation."""
-    eod: int | None
-    """The end-of-document token, where the config or the data tell it."""
+    tokenizer: TokenizerReference | None
+    """What made the ids, where the config or the data tell it."""
 
-
-@dataclass(frozen=True)
-class _Vocabulary:
-    """A tokenizer's figures, and where they were read."""
-
-    source: str
-    fingerprint: str
-    size: int
-    eod: int
+    @property
+    def eod(self) -> int | None:
+        """The end-of-document token, where the tokenizer is known."""
+        return None if self.tokenizer is None else self.tokenizer.eod
 
 
 def open_run_data(config: RunConfig, stage: Stage) -> RunData:
@@ -53,7 +48,7 @@ def open_run_data(config: RunConfig, stage: Stage) -> RunData:
             "data.train: not set; give the prefix of a token pair made by tools/preprocess_data.py, "
             "for instance --set data.train=out/data/corpus_text_document"
         )
-    vocabulary = _check_tokenizers(config, [data.train] + ([data.validation] if data.validation else []))
+    tokenizer = _check_tokenizers(config, [data.train] + ([data.validation] if data.validation else []))
     if stage == "refine":
         seed, steps, global_batch = (training.seed + 1) % 2**32, refinement.steps, refinement.global_batch
     else:
@@ -65,29 +60,28 @@ def open_run_data(config: RunConfig, stage: Stage) -> RunData:
         validation = validation_batches(
             data.validation, length, training.micro_batch, training.validation_batches, vocab_size=entries
         )
-    return RunData(StatefulLoader(dataset, global_batch), validation, None if vocabulary is None else vocabulary.eod)
+    return RunData(StatefulLoader(dataset, global_batch), validation, tokenizer)
 
 
-def _check_tokenizers(config: RunConfig, prefixes: list[str]) -> _Vocabulary | None:
+def _check_tokenizers(config: RunConfig, prefixes: list[str]) -> TokenizerReference | None:
     """The one tokenizer of config and pairs; None where neither names any."""
-    known = []
+    known: list[tuple[str, TokenizerReference]] = []
     if config.data.tokenizer is not None:
-        built = build_tokenizer(config.data.tokenizer)
-        known.append(_Vocabulary("data.tokenizer", built.fingerprint, built.vocab_size, built.eod))
+        known.append(("data.tokenizer", reference_to(config.data.tokenizer)))
     for prefix in prefixes:
-        sidecar = read_sidecar(prefix)
-        if sidecar is not None:
-            source = str(sidecar_path(prefix))
-            known.append(_Vocabulary(source, sidecar["fingerprint"], sidecar["vocab_size"], sidecar["eod"]))
-    for vocabulary in known:
-        if vocabulary.size > config.model.vocab_size:
+        recorded = recorded_tokenizer(prefix)
+        if recorded is not None:
+            known.append((str(sidecar_path(prefix)), recorded))
+    for source, tokenizer in known:
+        if tokenizer.vocab_size > config.model.vocab_size:
             raise UserError(
-                f"{vocabulary.source}: the tokenizer has {vocabulary.size} ids and model.vocab_size is "
-                f"{config.model.vocab_size}; set model.vocab_size to at least {vocabulary.size}"
+                f"{source}: the tokenizer has {tokenizer.vocab_size} ids and model.vocab_size is "
+                f"{config.model.vocab_size}; set model.vocab_size to at least {tokenizer.vocab_size}"
             )
-        if vocabulary.fingerprint != known[0].fingerprint:
+        first_source, first = known[0]
+        if tokenizer.fingerprint != first.fingerprint:
             raise UserError(
-                f"{vocabulary.source}: made by another tokenizer ({vocabulary.fingerprint[:12]}) than "
-                f"{known[0].source} tells ({known[0].fingerprint[:12]}); prepare both with one tokenizer"
+                f"{source}: made by another tokenizer ({tokenizer.fingerprint[:12]}) than "
+                f"{first_source} tells ({first.fingerprint[:12]}); prepare both with one tokenizer"
             )
-    return known[0] if known else None
+    return known[0][1] if known else None

@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_essh.data import IndexedDatasetWriter, PackedDataset, document_ids, validation_batches
+from megatron_essh.data.packing import IGNORED, next_token_task
 from megatron_essh.errors import UserError
+from megatron_essh.ops import linear_loss
 
 
 def corpus(seed: int, documents: int = 40, longest: int = 60) -> list[list[int]]:
@@ -126,3 +128,16 @@ def test_document_numbers_rise_right_after_an_end_of_document(tokens: list[list[
     for kind, result in ((np.int64, document_ids(array, 0)), (torch.int64, document_ids(torch.tensor(tokens), 0))):
         assert result.dtype == kind
         assert result.tolist() == expected
+
+
+@pytest.mark.parametrize("kind", [np.asarray, torch.as_tensor], ids=["numpy", "torch"])
+def test_the_label_after_a_document_end_is_ignored_only_where_documents_are_cut(kind) -> None:
+    tokens = kind(np.array([[5, 9, 2, 9, 9], [1, 2, 3, 4, 9]]))
+    inputs, labels, documents = next_token_task(tokens, cut_at=9)
+    assert inputs.tolist() == [[5, 9, 2, 9], [1, 2, 3, 4]]
+    assert labels.tolist() == [[9, IGNORED, 9, IGNORED], [2, 3, 4, 9]]
+    assert documents.tolist() == [[0, 0, 1, 1], [0, 0, 0, 0]]
+    assert tokens.tolist() == [[5, 9, 2, 9, 9], [1, 2, 3, 4, 9]]
+    inputs, labels, documents = next_token_task(tokens, cut_at=None)
+    assert (labels.tolist(), documents) == ([[9, 2, 9, 9], [2, 3, 4, 9]], None)
+    assert linear_loss.IGNORED == IGNORED

@@ -14,11 +14,12 @@ from megatron_essh.config import DataConfig, TokenizerConfig
 from megatron_essh.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_essh.data.packing import validation_batches
 from megatron_essh.data.sidecar import sidecar_path
+from megatron_essh.data.tokenizer_reference import TokenizerReference
 from megatron_essh.elastic.capacity import Capacity
 from megatron_essh.errors import UserError
 from megatron_essh.evaluation.data import open_evaluation_data
 from megatron_essh.evaluation.perplexity import Windows, score, scored_bytes
-from megatron_essh.export.provenance import Provenance, TokenizerReference
+from megatron_essh.export.provenance import Provenance
 
 
 @pytest.fixture

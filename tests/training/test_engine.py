@@ -252,11 +252,11 @@ def test_document_mask_cuts_documents_and_ignores_the_label_after_their_end():
 
 def test_evaluation_is_the_mean_over_tokens_of_all_batches():
     engine = make_engine(make_config())
-    batches = [batch(0), batch(1, rows=3)]
+    batches = [batch(0).numpy(), batch(1, rows=3).numpy()]
     capacity = engine.capacities[2]
     total = sum(
-        float(F.cross_entropy(engine.model(b[:, :-1], capacity).flatten(0, 1), b[:, 1:].flatten(), reduction="sum"))
-        for b in batches
+        F.cross_entropy(engine.model(b[:, :-1], capacity).flatten(0, 1), b[:, 1:].flatten(), reduction="sum").item()
+        for b in map(torch.from_numpy, batches)
     )
     assert engine.evaluate(batches, capacity) == pytest.approx(total / (11 * 12), rel=1e-12)
 

@@ -1,0 +1,57 @@
+"""Which tokenizer stands behind token ids: what pairs, checkpoints and exports record of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_essh.config import TokenizerConfig, config_from_mapping
+from megatron_essh.data.sidecar import read_sidecar, sidecar_path
+from megatron_essh.data.tokenizers import build_tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerReference:
+    """Which tokenizer made the ids that a model was trained on. Its file stays where it is."""
+
+    config: TokenizerConfig
+    """Type and file; the path is absolute."""
+    fingerprint: str
+    """SHA-256 over what the tokenizer does, as `data.tokenizers` computes it."""
+    vocab_size: int
+    """Entries; a model's vocabulary may be padded beyond it."""
+    eod: int
+    """Id of the end-of-document token."""
+
+
+def recorded_tokenizer(prefix: str | Path) -> TokenizerReference | None:
+    """The tokenizer that made the token pair `prefix`, as its sidecar records it; None where there is none.
+
+    Raises:
+        UserError: the sidecar cannot be read.
+    """
+    sidecar = read_sidecar(prefix)
+    if sidecar is None:
+        return None
+    return TokenizerReference(
+        config=config_from_mapping(TokenizerConfig, sidecar["tokenizer"], str(sidecar_path(prefix))),
+        fingerprint=sidecar["fingerprint"],
+        vocab_size=sidecar["vocab_size"],
+        eod=sidecar["eod"],
+    )
+
+
+def reference_to(config: TokenizerConfig) -> TokenizerReference:
+    """The reference to a tokenizer that can be built here.
+
+    Raises:
+        UserError: it cannot.
+    """
+    tokenizer = build_tokenizer(config)
+    place = None if config.model is None else str(Path(config.model).resolve())
+    return TokenizerReference(
+        config=replace(config, model=place),
+        fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        eod=tokenizer.eod,
+    )
