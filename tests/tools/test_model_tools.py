@@ -48,7 +48,7 @@ def test_export_verify_evaluate_plot_generate(run, byte_pair, tmp_path, command)
     assert "DIFFERS" not in done.stdout
 
     figures = [tmp_path / "small.json", tmp_path / "several.json"]
-    common = ("--data", byte_pair.prefix, "--batches", 3, "--batch-size", 4)
+    common = ("--data", byte_pair.prefix, "--batches", 3, "--batch-size", 4, "--device", "cpu")
     done = command("tools/evaluate.py", "perplexity", exports / "T1", *common, "--json", figures[0])
     assert done.returncode == 0, done.stderr
     tiers = ("--tier", "T1", "--tier", "5,70", "--tier", "full")
