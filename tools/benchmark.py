@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_essh.config import RunConfig, load_config
+from megatron_essh.config.command_line import add_config_arguments
 from megatron_essh.elastic.plan import trains_full_only
 from megatron_essh.errors import UserError, run_command
 from megatron_essh.files import write_atomically
@@ -40,8 +41,7 @@ DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs/runs/quicksta
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", choices=("all", "train", "scan"), default="all")
-    parser.add_argument("config", nargs="?", type=Path, default=DEFAULT_CONFIG)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key")
+    add_config_arguments(parser, DEFAULT_CONFIG)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write all figures here")
@@ -51,7 +51,7 @@ def main() -> None:
             f"--repeats {args.repeats}, --warmup {args.warmup}: at least one repeat and no negative warm-up"
         )
 
-    config = load_config(args.config, args.set)
+    config = load_config(args.config, args.overrides)
     device = _device(config)
     if config.training.threads is not None:
         torch.set_num_threads(config.training.threads)
@@ -73,7 +73,7 @@ def main() -> None:
         )  # fmt: skip
     Console().print(table)
     if args.json:
-        content = {"config": str(args.config), "set": args.set, "where": where, "rows": rows}
+        content = {"config": str(args.config), "set": args.overrides, "where": where, "rows": rows}
         write_atomically(args.json, json.dumps(content, indent=1).encode())
         print(f"figures: {args.json}")
 

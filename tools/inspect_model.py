@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_essh.config import RunConfig, load_config
+from megatron_essh.config.command_line import add_config_arguments
 from megatron_essh.elastic.capacity import Capacity, full_capacity, tier_capacities
 from megatron_essh.errors import run_command
 from megatron_essh.model.accounting import (
@@ -29,11 +30,10 @@ from megatron_essh.model.accounting import (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", help="YAML config file")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="e.g. model.channels=64")
+    add_config_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     args = parser.parse_args()
-    costs = model_costs(load_config(args.config, args.set))
+    costs = model_costs(load_config(args.config, args.overrides))
     if args.json:
         print(json.dumps(costs, indent=2))
     else:

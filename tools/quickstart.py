@@ -96,7 +96,7 @@ def main() -> int:
     for tier in TIERS:
         run(
             "evaluate", "tools/evaluate.py", "perplexity", exports / tier, "--data", validation,
-            "--batches", 4 if args.short else 16, "--batch-size", 8, "--json", exports / tier / "perplexity.json",
+            "--batches", 4 if args.short else 40, "--batch-size", 8, "--json", exports / tier / "perplexity.json",
         )  # fmt: skip
     for tier in TIERS:
         run(

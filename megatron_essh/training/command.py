@@ -6,21 +6,13 @@ import argparse
 import json
 
 from megatron_essh.config import RunConfig, load_config
+from megatron_essh.config.command_line import add_config_arguments
 
 
 def run_parser(description: str | None) -> argparse.ArgumentParser:
     """A parser with CONFIG, --set and --output."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", metavar="CONFIG", help="YAML config file")
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="extend",
-        nargs="+",
-        default=[],
-        metavar="KEY=VALUE",
-        help="lay a value over the config, such as training.steps=100",
-    )
+    add_config_arguments(parser)
     parser.add_argument("--output", metavar="DIR", help="folder of the run, in place of training.output")
     # The DeepSpeed launcher gives every process its rank in this way; one process has no use for it.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
