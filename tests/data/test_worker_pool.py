@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from multiprocessing import active_children
@@ -55,10 +54,8 @@ def test_the_input_is_read_only_a_little_ahead(work: ModuleType) -> None:
     ],
 )
 def test_a_worker_that_dies_ends_the_run_with_an_error(work: ModuleType, how: str, message: str) -> None:
-    start = time.monotonic()
     with pytest.raises(UserError, match=message):
         list(map_in_order(work.fail_at, (5, how), range(100), 2))
-    assert time.monotonic() - start < 20
     assert active_children() == []
 
 

@@ -89,7 +89,8 @@ def read_tensors(path: Path, prefix: str = "") -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
             # A clone, because the library may map the file and a checkpoint may be deleted under a live run.
-            return {prefix + name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            names = file.keys()  # the handle itself cannot be iterated
+            return {prefix + name: file.get_tensor(name).clone() for name in names}
     except SafetensorError as error:
         raise UserError(f"{path}: not a readable safetensors file ({error})") from None
 
