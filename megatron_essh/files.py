@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
+
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Error numbers of a write that found no room: disk, quota or file-size limit."""
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -7,14 +7,12 @@ told apart.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 from pathlib import Path
 
 from megatron_essh.errors import UserError
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+from megatron_essh.files import DISK_FULL
 
 
 class StagedFile:
@@ -107,6 +105,6 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 def _cannot_write(path: Path, error: OSError) -> UserError:
     reason = error.strerror or str(error)
-    if error.errno in _FULL:
+    if error.errno in DISK_FULL:
         return UserError(f"{path}: cannot be written: {reason}; free space there or choose another output")
     return UserError(f"{path}: cannot be written: {reason}; check the folder and its permissions")

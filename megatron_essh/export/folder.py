@@ -7,7 +7,6 @@ give the same bytes, export.json included. Knows nothing of how a tier is cut.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -23,10 +22,10 @@ from megatron_essh.config import RunConfig, config_from_mapping, config_to_mappi
 from megatron_essh.data.tokenizer_reference import TokenizerReference
 from megatron_essh.errors import UserError
 from megatron_essh.export.provenance import Provenance
+from megatron_essh.files import DISK_FULL, sync_folder
 from megatron_essh.training.checkpoint.files import (
     file_sha256,
     read_tensors,
-    sync_folder,
     write_synced,
     write_tensors,
 )
@@ -34,7 +33,6 @@ from megatron_essh.version import __version__
 
 MODEL_FILE, CONFIG_FILE, RECORD_FILE = "model.safetensors", "config.yaml", "export.json"
 FORMAT, VERSION = "megatron_essh export", 1
-_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +147,7 @@ def write_export(
         check(temporary)
         written = _publish(temporary, folder, overwrite)
     except OSError as error:
-        if error.errno in _DISK_FULL:
+        if error.errno in DISK_FULL:
             needed = sum(t.numel() * t.element_size() for t in tensors.values()) / 1e6
             raise UserError(
                 f"{folder}: the disk is too full for an export of {needed:.2f} MB ({error.strerror})"

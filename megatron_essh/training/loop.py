@@ -7,7 +7,6 @@ checkpoints', figures the metrics': this file only says what happens when.
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import time
@@ -22,6 +21,7 @@ from torch import Tensor
 from megatron_essh.config import RunConfig, config_to_mapping
 from megatron_essh.elastic.capacity import tier_capacities
 from megatron_essh.errors import UserError
+from megatron_essh.files import DISK_FULL
 from megatron_essh.model.language_model import LanguageModel
 from megatron_essh.training.announce import announce_end, announce_start, validation_table
 from megatron_essh.training.checkpoint import load_checkpoint, save_checkpoint
@@ -39,7 +39,6 @@ from megatron_essh.training.run_folder import RunFolder, refuse_another_run
 from megatron_essh.training.signals import GracefulStop
 from megatron_essh.version import __version__
 
-_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 PACE_AFTER = 4
 """Steps of this process after which its pace is told; progress lines may be far apart."""
 
@@ -110,7 +109,7 @@ def train(config: RunConfig, stage: Stage, *, initial: Path | None = None) -> Pa
             with closing(MetricsWriter(folder.metrics, folder.tensorboard, run.progress.step)) as metrics:
                 run.loop(metrics, stop)
         except OSError as error:
-            if error.errno in _DISK_FULL:
+            if error.errno in DISK_FULL:
                 raise UserError(
                     f"{folder.path}: the disk is full ({error.strerror}); checkpoints already there are "
                     "intact: make room, then start the run again"

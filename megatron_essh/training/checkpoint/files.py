@@ -19,7 +19,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_essh.errors import UserError
-from megatron_essh.files import sync_folder as sync_folder  # stands beside the others for who imports them
 
 _DTYPE_NAMES = {
     torch.float64: "F64",

@@ -8,7 +8,6 @@ temporary name before it is deleted). Only the run that owns the folder may call
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -21,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_essh.errors import UserError
-from megatron_essh.files import sync_folder
+from megatron_essh.files import DISK_FULL, sync_folder
 from megatron_essh.training.checkpoint.files import (
     file_sha256,
     read_tensors,
@@ -36,7 +35,6 @@ FORMAT, VERSION = "megatron_essh checkpoint", 1
 
 _FINISHED = re.compile(r"step_(\d{8,})")
 _UNFINISHED = re.compile(r"step_\d{8,}\.tmp-.+")
-_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _SLACK_BYTES = 1 << 20  # headers, state.json, manifest.json
 
 
@@ -95,7 +93,7 @@ def save_checkpoint(
         _publish(temporary, target)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno in _DISK_FULL:
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
             raise UserError(f"{folder}: {_needs(step, needed)} ({error.strerror}); {_REMEDY}") from None
         raise
     _prune(folder, step, keep_last)
