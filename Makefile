@@ -1,5 +1,5 @@
 # Two commands do everything: `make quickstart` and `make test`. Both set up .venv first.
-# CORPUS=path uses your own text in the quickstart; SHORT=1 makes it a smoke test.
+# CORPUS=path uses your own text in the quickstart; SHORT=1 makes it a smoke test; FRESH=1 starts it anew.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 TORCH ?= torch==2.13.0
@@ -27,7 +27,7 @@ help:
 setup: .venv/.installed
 
 quickstart: setup
-	$(BIN)/python tools/quickstart.py $(if $(CORPUS),--corpus "$(CORPUS)") $(if $(SHORT),--short)
+	$(BIN)/python tools/quickstart.py $(if $(CORPUS),--corpus "$(CORPUS)") $(if $(SHORT),--short) $(if $(FRESH),--fresh)
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
@@ -38,7 +38,7 @@ lint: setup
 	$(BIN)/mypy
 
 bench: setup
-	$(BIN)/python tools/benchmark.py
+	$(BIN)/python tools/benchmark.py --json out/benchmark.json
 
 clean:
 	rm -rf build *.egg-info megatron_essh/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
