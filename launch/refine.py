@@ -20,7 +20,9 @@ def main() -> None:
         "--from", dest="source", type=Path, required=True, metavar="RUN", help="pretraining run or checkpoint"
     )
     arguments = parser.parse_args()
-    output = arguments.output or run_config(arguments).training.output.rstrip("/") + "-refined"
+    output = arguments.output
+    if output is None:
+        output = run_config(arguments).training.output.rstrip("/") + "-refined"
     train(run_config(arguments, output), "refine", initial=arguments.source)
 
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import NoReturn
+
+from megatron_essh.output import discard, lasting_output
 
 
 class UserError(ValueError):
@@ -19,16 +22,24 @@ def run_command(main: Callable[[], int | None]) -> None:
     """Run a command's `main` and exit with its status: 0 for None, 2 for bad input."""
     try:
         status = main()
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where what goes wrong can still be told
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        _fail(str(error), 2)
     except BrokenPipeError:
-        sys.exit(1)  # the reader of our output went away (`| head`): nothing is wrong and nothing can be said
+        # The reader of our output went away (`| head`): nothing is wrong and nothing can be said.
+        if sys.stdout is not None:
+            discard(sys.stdout)
+        sys.exit(1)
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
-        print(f"error: {place}{error.strerror or error}", file=sys.stderr)
-        sys.exit(2)
+        _fail(f"{place}{error.strerror or error}", 2)
     except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        sys.exit(130)
+        _fail("interrupted", 130)
     sys.exit(status or 0)
+
+
+def _fail(message: str, status: int) -> NoReturn:
+    with lasting_output():
+        print(f"error: {message}", file=sys.stderr)
+    sys.exit(status)

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_essh.config import RunConfig, load_config
-from megatron_essh.config.command_line import add_config_arguments
+from megatron_essh.config.command_line import ConfigParser, add_config_arguments
 from megatron_essh.elastic.plan import trains_full_only
 from megatron_essh.errors import UserError, run_command
 from megatron_essh.files import write_atomically
@@ -39,7 +39,7 @@ DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs/runs/quicksta
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ConfigParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", choices=("all", "train", "scan"), default="all")
     add_config_arguments(parser, DEFAULT_CONFIG)
     parser.add_argument("--warmup", type=int, default=2)
@@ -118,7 +118,7 @@ def measure_training(config: RunConfig, device: torch.device, warmup: int, repea
         step = iter(range(start, start + warmup + repeats))
 
         def train(engine: NativeEngine = engine, shape: tuple[int, int] = shape, step: Any = step) -> None:
-            engine.train_step(next(step), torch.randint(1, config.model.vocab_size, shape))
+            engine.train_step(next(step), torch.randint(0, config.model.vocab_size, shape))
 
         rows.append(timed(what, train, shape[0] * (shape[1] - 1), device, warmup, repeats))
     return rows

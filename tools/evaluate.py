@@ -5,13 +5,14 @@ python tools/evaluate.py perplexity out/run --data PREFIX --tier T1 --tier T4 --
 
 perplexity: mean negative log-likelihood a token (nats), its exponential, and bits a byte where the tokenizer is
 known. The same model, data and settings give the same figures. The JSON is one object for one capacity, a list of
-objects for several.
+objects for several; a perplexity that no float holds (nll above 709) is null there, and inf on the terminal.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,7 @@ def perplexity(args: argparse.Namespace) -> None:
                 "sequence_length": length,
                 "precision": args.precision,
                 "nll": result.nll,
-                "perplexity": result.perplexity,
+                "perplexity": result.perplexity if math.isfinite(result.perplexity) else None,
                 "tokens": result.tokens,
                 "text_bytes": text_bytes,
                 "bytes_per_token": None if text_bytes is None else text_bytes / result.tokens,
@@ -146,10 +147,11 @@ def _print_rows(rows: list[dict[str, Any]]) -> None:
         f"{'tokens':>12}"
     )
     for row in rows:
+        perplexity = math.inf if row["perplexity"] is None else row["perplexity"]
         bits = "unknown" if row["bits_per_byte"] is None else f"{row['bits_per_byte']:.4f}"
         print(
             f"{row['tier']:>8} {row['channels']:>8} {row['ff_width']:>6} {row['parameters']:>14,} {row['nll']:>8.4f} "
-            f"{row['perplexity']:>11.3f} {bits:>9} {row['tokens']:>12,}"
+            f"{perplexity:>11.3f} {bits:>9} {row['tokens']:>12,}"
         )
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_essh.config import RunConfig, load_config
-from megatron_essh.config.command_line import add_config_arguments
+from megatron_essh.config.command_line import ConfigParser, add_config_arguments
 from megatron_essh.elastic.capacity import Capacity, full_capacity, tier_capacities
 from megatron_essh.errors import run_command
 from megatron_essh.model.accounting import (
@@ -29,7 +29,7 @@ from megatron_essh.model.accounting import (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ConfigParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_config_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     args = parser.parse_args()

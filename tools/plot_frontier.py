@@ -28,17 +28,12 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from megatron_essh.errors import UserError, run_command
 from megatron_essh.files import write_atomically
 
-NEEDED = (
-    "tier",
-    "parameters",
-    "perplexity",
-    "data",
-    "data_fingerprint",
-    "sequence_length",
-    "step",
-    "origin",
-    "origin_sha256",
-)
+TEXTS = ("tier", "data", "data_fingerprint", "origin", "origin_sha256")
+COUNTS = {"parameters": 1, "sequence_length": 1, "tokens": 1, "step": 0}
+"""Whole numbers, and the least that each can be."""
+MOST_COUNT = 10**18
+LEAST_PERPLEXITY, MOST_PERPLEXITY = 0.9, 1e200
+"""A perplexity is at least 1, but for rounding; beyond the largest of these an axis overflows."""
 COMPARABLE = ("data_fingerprint", "sequence_length", "tokens")
 COLORS = ("#1b5e9c", "#c2571a", "#2d7d46", "#7a4a9e", "#a3303b", "#5f5f5f")
 LOG_FROM = 1.5
@@ -64,24 +59,51 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """The evaluations in one file."""
     try:
         content = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON ({error})") from None
     rows = content if isinstance(content, list) else [content]
-    for row in rows:
-        missing = [key for key in NEEDED if not isinstance(row, dict) or key not in row]
-        if missing:
-            raise UserError(f"{path}: has no {missing[0]}; give files of tools/evaluate.py perplexity --json")
+    if not rows:
+        raise UserError(f"{path}: an empty list; give files of tools/evaluate.py perplexity --json")
+    for index, row in enumerate(rows):
+        check_row(row, f"{path}: entry {index}" if isinstance(content, list) else str(path))
         row["file"] = str(path)
     return rows
+
+
+def check_row(row: Any, where: str) -> None:
+    """Refuse what is no evaluation, or one that cannot be drawn, by key and value."""
+    for key in (*TEXTS, *COUNTS, "perplexity"):
+        if not isinstance(row, dict) or key not in row:
+            raise UserError(f"{where}: has no {key}; give files of tools/evaluate.py perplexity --json")
+        value = row[key]
+        if key in TEXTS:
+            right, expected = isinstance(value, str) and is_unicode(value), "text"
+        elif key in COUNTS:
+            right = type(value) is int and COUNTS[key] <= value <= MOST_COUNT
+            expected = f"a whole number from {COUNTS[key]} to {MOST_COUNT:.0e}"
+        else:
+            right = type(value) in (int, float) and LEAST_PERPLEXITY <= value <= MOST_PERPLEXITY
+            expected = f"a number from {LEAST_PERPLEXITY} to {MOST_PERPLEXITY:.0e}"
+        if not right:
+            raise UserError(f"{where}: {key}: {json.dumps(value)[:60]}, expected {expected}; evaluate this model again")
+
+
+def is_unicode(text: str) -> bool:
+    """Whether `text` can be drawn: JSON can spell half a character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def check_comparable(rows: list[dict[str, Any]]) -> None:
     """Refuse figures that do not belong on the same axes."""
     for row in rows:
         for key in COMPARABLE:
-            if row.get(key) != rows[0].get(key):
+            if row[key] != rows[0][key]:
                 raise UserError(
-                    f"{row['file']}: {key} {row.get(key)}, but {rows[0]['file']} has {rows[0].get(key)}: "
+                    f"{row['file']}: {key} {row[key]}, but {rows[0]['file']} has {rows[0][key]}: "
                     "not comparable; evaluate both on the same data, windows and batches"
                 )
 
@@ -91,7 +113,9 @@ def draw(rows: list[dict[str, Any]], title: str | None) -> bytes:
     lines: dict[str, list[dict[str, Any]]] = {}
     for row in sorted(rows, key=lambda row: row["parameters"]):
         lines.setdefault(row["origin_sha256"], []).append(row)
-    with pyplot.rc_context({"font.size": 9, "font.family": "DejaVu Sans", "axes.linewidth": 0.8}):
+    with pyplot.rc_context(
+        {"font.size": 9, "font.family": "DejaVu Sans", "axes.linewidth": 0.8, "text.parse_math": False}
+    ):
         figure, axes = pyplot.subplots(figsize=(5.4, 3.7), layout="constrained")
         for index, points in enumerate(lines.values()):
             color = COLORS[index % len(COLORS)]

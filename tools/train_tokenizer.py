@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
         help="files, folders (every file below that is not hidden) or globs (** goes through folders). "
         ".jsonl and .json hold JSON lines, any other file is one document of plain text",
     )
-    add("--vocab-size", type=int, required=True, metavar="N", help="entries, at least 257")
+    add("--vocab-size", type=int, required=True, metavar="N", help="entries, 257 to 10000000")
     add("--output", required=True, metavar="FILE", help="the tokenizer.json to write")
     add("--json-key", default="text", metavar="KEY", help="key of a JSON line's text (text)")
     add(

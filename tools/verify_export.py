@@ -3,20 +3,22 @@
 python tools/verify_export.py out/exports/T4
 python tools/verify_export.py out/exports/T4 --source /elsewhere/run
 
-Ends with status 1 if anything differs.
+Every folder is looked at, whatever the others are like. Ends with status 1 if an export differs or is damaged, with
+status 2 if something was no export, or its source could not be read.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megatron_essh.errors import run_command
-from megatron_essh.export.verify import Check, verify_export
+from megatron_essh.errors import UserError, run_command
+from megatron_essh.export.verify import Check, RandomTokens, verify_export
 
 
 def main() -> int:
@@ -28,17 +30,24 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the random tokens")
     args = parser.parse_args()
 
-    failed = []
+    tokens = RandomTokens(batches=args.batches, length=args.length, seed=args.seed)
+    failed, unread = [], []
     for folder in args.exports:
-        checks = verify_export(folder, args.source, batches=args.batches, length=args.length, seed=args.seed)
+        try:
+            checks = verify_export(folder, args.source, tokens)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            unread.append(str(folder))
+            continue
         print_checks(folder, checks)
         if not all(check.passed for check in checks):
             failed.append(str(folder))
-    if failed:
-        print(f"FAILED: {', '.join(failed)}")
-        return 1
-    print(f"verified: {len(args.exports)} export{'s' if len(args.exports) > 1 else ''}")
-    return 0
+    verified = len(args.exports) - len(failed) - len(unread)
+    print(f"verified: {verified} export{'' if verified == 1 else 's'}")
+    for what, folders in (("FAILED", failed), ("NOT VERIFIED", unread)):
+        if folders:
+            print(f"{what}: {', '.join(folders)}")
+    return 2 if unread else 1 if failed else 0
 
 
 def print_checks(folder: Path, checks: list[Check]) -> None:

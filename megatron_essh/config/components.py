@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatron_essh.config.model import ModelConfig
+from megatron_essh.config.model import LARGEST_SEED, ModelConfig
 
 TokenizerType = Literal["byte", "tiktoken", "sentencepiece", "huggingface"]
 
@@ -193,7 +193,8 @@ class TrainingConfig:
         for name in ("steps", "global_batch", "micro_batch", "validation_batches", "log_every"):
             _require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
         _require(self.validate_every >= 0, f"validate_every must not be negative, got {self.validate_every}")
-        _require(self.seed >= 0, f"seed must not be negative, got {self.seed}")
+        _require(0 <= self.seed <= LARGEST_SEED, f"seed must lie in [0, {LARGEST_SEED}], got {self.seed}")
+        _require(self.output != "", "output is empty; name a folder")
         for name in ("loss_chunk", "threads"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"{name} must be at least 1 or null, got {value}")
@@ -275,8 +276,8 @@ class RunConfig:
         ):
             _require(
                 batch % slot == 0,
-                f"{name}.global_batch {batch} is not a multiple of elastic.slot_sequences {slot}; "
-                f"try {max(1, batch // slot) * slot} or {(batch // slot + 1) * slot}",
+                f"{name}.global_batch {batch} is not a multiple of elastic.slot_sequences {slot}; try "
+                + " or ".join(str(slots * slot) for slots in (batch // slot, batch // slot + 1) if slots),
             )
         tiers = {f"T{i + 1}" for i in range(len(self.elastic.tiers))}
         for tier in self.training.validation_tiers:

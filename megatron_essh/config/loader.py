@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
 from megatron_essh.config.components import RunConfig
+from megatron_essh.config.plain_yaml import parse_yaml
 from megatron_essh.errors import UserError
 
 T = TypeVar("T")
+
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")  # what YAML's escapes can spell and neither paths nor output can hold
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -66,10 +69,7 @@ def _read_with_bases(path: Path, children: tuple[Path, ...]) -> dict[str, Any]:
         raise UserError(f"{path}: no such config file{reason}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not a readable text file ({error})") from None
-    try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    content = parse_yaml(text, str(path))
     if content is None:
         content = {}
     if not isinstance(content, dict):
@@ -96,10 +96,7 @@ def _apply_override(mapping: dict[str, Any], override: str) -> None:
     dotted, equals, text = override.partition("=")
     if not equals or not dotted.strip():
         raise UserError(f"--set {override}: expected section.key=value")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UserError(f"--set {override}: the value is not valid YAML: {' '.join(str(error).split())}") from None
+    value = parse_yaml(text, f"--set {override}")
     *sections, key = dotted.strip().split(".")
     for section in sections:
         inner = mapping.setdefault(section, {})
@@ -170,16 +167,17 @@ def _convert(value: Any, hint: Any, source: str, key: str) -> Any:
             return value
         raise wrong
     if hint is float:
-        if isinstance(value, str):  # YAML reads 1e-3, without a point, as text
-            try:
-                return float(value)
-            except ValueError:
-                raise wrong from None
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value)
-        raise wrong
+        if not isinstance(value, (int, float, str)) or isinstance(value, bool):
+            raise wrong
+        try:
+            number = float(value)  # of text too: YAML reads 1e-3, without a point, as text
+        except (ValueError, OverflowError):
+            raise wrong from None
+        if not math.isfinite(number):
+            raise wrong
+        return number
     if hint is str:
-        if isinstance(value, str):
+        if isinstance(value, str) and not _NO_TEXT.search(value):
             return value
         raise wrong
     raise AssertionError(f"{key}: no rule for type {hint}")
@@ -195,5 +193,5 @@ def _describe(hint: Any) -> str:
         return f"a list of {_describe(typing.get_args(hint)[0])}"
     if dataclasses.is_dataclass(hint):
         return "a section of keys"
-    names = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+    names = {int: "an integer", float: "a finite number", bool: "true or false", str: "text"}
     return names.get(hint, str(hint))

@@ -8,6 +8,10 @@ from typing import Literal
 BankName = Literal["hankel", "random_damped", "non_oscillatory", "slot_shuffle", "uniform_decay", "s4d_lin"]
 
 
+LARGEST_SEED = 2**32 - 1
+"""NumPy's generators take seeds from 0 to this."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     d_model: int
@@ -70,6 +74,8 @@ class ModelConfig:
         for name in ("rope_base", "eps", "init_std"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if not 0 <= self.bank_seed <= LARGEST_SEED:
+            raise ValueError(f"bank_seed must lie in [0, {LARGEST_SEED}], got {self.bank_seed}")
         if list(self.attention_layers) != sorted(set(self.attention_layers)):
             raise ValueError(f"attention_layers must be distinct and ascending, got {list(self.attention_layers)}")
         for layer in self.attention_layers:

@@ -10,11 +10,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron_essh.data.documents import batches, read_batch
 from megatron_essh.data.files import StagedFile
+from megatron_essh.data.tokenizers import valid_text
 from megatron_essh.errors import UserError
 from megatron_essh.files import sync_folder
 
 END_OF_DOCUMENT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # every byte, and the end of a document
+LARGEST_VOCABULARY = 10_000_000  # the library reserves memory for every entry, and aborts where there is none
 
 
 def train_bpe(
@@ -34,12 +36,14 @@ def train_bpe(
         Entries of the vocabulary: fewer than `vocab_size` where the text has no more pairs to merge.
 
     Raises:
-        UserError: a vocabulary below 257, unreadable input, or an output that cannot be written.
+        UserError: a vocabulary below 257 or above 10,000,000, unreadable input, or an output that cannot be written.
     """
     if vocab_size < SMALLEST_VOCABULARY:
         raise UserError(
             f"--vocab-size {vocab_size}: must be at least {SMALLEST_VOCABULARY}: every byte, and {END_OF_DOCUMENT}"
         )
+    if vocab_size > LARGEST_VOCABULARY:
+        raise UserError(f"--vocab-size {vocab_size}: must be at most {LARGEST_VOCABULARY}")
     if output.is_dir():
         raise UserError(f"--output {output}: a folder; name the file, say {output / 'tokenizer.json'}")
     tokenizer = Tokenizer(models.BPE())
@@ -66,4 +70,4 @@ def train_bpe(
 def _texts(files: Sequence[Path], key: str, encoding_errors: str) -> Iterator[str]:
     for batch in batches(files):
         for document in read_batch(batch, (key,), encoding_errors):
-            yield from document[0]
+            yield from map(valid_text, document[0])

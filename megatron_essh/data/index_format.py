@@ -37,7 +37,8 @@ CHUNK = 1 << 20  # entries handled at one time wherever a whole file is walked
 _INT32_VOCABULARY = 65_500  # from here on a token no longer goes into 16 bits
 _AGAIN = "copy or make the pair again"
 
-_WHOLLY_HASHED = 64 << 20
+WHOLLY_HASHED = 64 << 20
+"""Bytes of a file up to which `content_digest` covers all of it."""
 _HASHED_BLOCKS = 256
 _HASHED_BLOCK = 256 << 10
 
@@ -149,7 +150,7 @@ def content_digest(path: Path) -> bytes:
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode() + b"\n")
     with path.open("rb", buffering=0) as file:
-        if size <= _WHOLLY_HASHED:
+        if size <= WHOLLY_HASHED:
             while block := file.read(1 << 20):
                 digest.update(block)
         else:
@@ -158,3 +159,11 @@ def content_digest(path: Path) -> bytes:
                 file.seek(last * i // (_HASHED_BLOCKS - 1))
                 digest.update(file.read(_HASHED_BLOCK))
     return digest.digest()
+
+
+def pair_fingerprint(idx: Path, bin_: Path) -> str:
+    """SHA-256 of a pair's content, 64 hex digits; see `IndexedDataset.fingerprint`."""
+    digest = hashlib.sha256(b"megatron_essh token pair\n")
+    for path in (idx, bin_):
+        digest.update(content_digest(path))
+    return digest.hexdigest()

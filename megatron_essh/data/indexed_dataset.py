@@ -5,8 +5,7 @@ Knows nothing of text and of tokenizers.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -20,28 +19,37 @@ from megatron_essh.data.index_format import (
     CHUNK,
     CODES,
     HEADER,
+    WHOLLY_HASHED,
     check_boundaries,
     check_sequences,
-    content_digest,
     file_bytes,
     pack_header,
+    pair_fingerprint,
     read_header,
     token_dtype,
 )
-from megatron_essh.data.sidecar import read_sidecar, sidecar_path
+from megatron_essh.data.sidecar import read_sidecar, sidecar_bytes, sidecar_path
 from megatron_essh.errors import UserError
 from megatron_essh.files import sync_folder
 
-__all__ = ["IndexedDataset", "IndexedDatasetWriter", "check_token_ids", "token_dtype"]
+__all__ = [
+    "IndexedDataset",
+    "IndexedDatasetWriter",
+    "check_ids",
+    "check_token_ids",
+    "publish_together",
+    "token_dtype",
+]
 
 
 class IndexedDatasetWriter:
     """Writes a pair document by document in bounded memory.
 
-    The pair appears when `finish` is called (or the `with` block ends well), whole: `.bin` takes its name
-    first, the `.idx` that makes it readable last. A pair of the same prefix is replaced, and from the moment
-    it is touched until the new one stands there is no `.idx`. `discard` (or an exception in the `with` block)
-    leaves nothing.
+    The pair appears when `finish` is called (or the `with` block ends well), whole: `.bin` and, where `describe`
+    was called, the sidecar take their names first, the `.idx` that makes them a pair last. A pair of the same
+    prefix is replaced, and from the moment it is touched until the new one stands there is no `.idx`: a run that
+    is killed leaves the old pair, none, or the new one. `discard` (or an exception in the `with` block) leaves
+    nothing.
 
     Args:
         prefix: path without `.bin` and `.idx`; missing folders are made.
@@ -61,6 +69,7 @@ class IndexedDatasetWriter:
         self.tokens = 0
         self.largest_id = -1
         self._published = False
+        self._json: StagedFile | None = None
         self._parts: list[StagedFile] = []
         try:
             self._bin = self._stage(".bin")
@@ -141,20 +150,20 @@ class IndexedDatasetWriter:
         self._bin.seal()
         self._idx.seal()
 
-    def retract(self) -> None:
-        """Take an earlier pair of this prefix away: what is left of it cannot be read as one."""
-        sidecar_path(self.prefix).unlink(missing_ok=True)
-        self._idx.path.unlink(missing_ok=True)
-        sync_folder(self.prefix.parent)
+    @property
+    def fingerprint(self) -> str:
+        """Of the sealed pair, before it has its name: what `IndexedDataset.fingerprint` will be."""
+        return pair_fingerprint(self._idx.staged, self._bin.staged)
+
+    def describe(self, sidecar: Mapping[str, Any]) -> None:
+        """Bring the sealed pair's sidecar (see `sidecar.write_sidecar`) to the disk under its temporary name."""
+        self._json = self._stage(".json")
+        self._json.write(sidecar_bytes(sidecar))
+        self._json.seal()
 
     def publish(self) -> None:
         """Give the sealed pair its name."""
-        self.retract()  # a reader must never pair the new .bin with an old .idx
-        self._bin.publish()
-        self._idx.publish()
-        sync_folder(self.prefix.parent)
-        self._published = True
-        self.discard()
+        publish_together([self])
 
     def discard(self) -> None:
         """Remove every temporary file."""
@@ -176,6 +185,39 @@ class IndexedDatasetWriter:
                     f"{self.prefix}.bin: token id {value} does not fit {self.dtype.name}; "
                     "name the tokenizer's real vocabulary size"
                 )
+
+
+def publish_together(writers: Sequence[IndexedDatasetWriter]) -> None:
+    """Give sealed pairs their names: all of them or, where that fails, none.
+
+    Earlier pairs of these prefixes go first, all of them, so that pairs of two runs never stand side by side. A
+    kill at any point leaves only whole pairs, each with its sidecar.
+    """
+    for writer in writers:
+        _retract(writer)
+    try:
+        for writer in writers:
+            writer._bin.publish()
+            if writer._json is not None:
+                writer._json.publish()
+            sync_folder(writer.prefix.parent)
+        for writer in writers:
+            writer._idx.publish()  # from here on the pair exists
+            sync_folder(writer.prefix.parent)
+    except BaseException:
+        for writer in writers:
+            _retract(writer)
+        raise
+    for writer in writers:
+        writer._published = True
+        writer.discard()
+
+
+def _retract(writer: IndexedDatasetWriter) -> None:
+    """Take away what stands under the writer's prefix, the `.idx` first: without it the rest is no pair."""
+    for path in (writer._idx.path, sidecar_path(writer.prefix), writer._bin.path):
+        path.unlink(missing_ok=True)
+        sync_folder(writer.prefix.parent)
 
 
 class IndexedDataset:
@@ -250,23 +292,30 @@ class IndexedDataset:
         A file of up to 64 MiB counts whole; of a larger one its size, its head and tail and 254 blocks of 256
         KiB spread evenly between them count, so that a terabyte is identified in less than a second.
         """
-        digest = hashlib.sha256(b"megatron_essh token pair\n")
-        for suffix in (".idx", ".bin"):
-            digest.update(content_digest(Path(f"{self.prefix}{suffix}")))
-        return digest.hexdigest()
+        return pair_fingerprint(Path(f"{self.prefix}.idx"), Path(f"{self.prefix}.bin"))
+
+    @cached_property
+    def recorded_largest_id(self) -> int | None:
+        """The largest token id by the sidecar, None where no sidecar describes this content.
+
+        As sure as the fingerprint: of a file above 64 MiB not every token is looked at.
+        """
+        sidecar = read_sidecar(self.prefix)
+        if sidecar is None or sidecar["data_fingerprint"] != self.fingerprint:
+            return None
+        return int(sidecar["largest_id"])
 
     @cached_property
     def id_range(self) -> tuple[int, int]:
         """Smallest and largest token id; (0, -1) where there is no token.
 
-        Taken from the sidecar where that describes exactly this content, else measured by reading every
-        token.
+        Exact: taken from the sidecar where that describes this content and the fingerprint covers every token,
+        else measured by reading all of them.
         """
         if self.tokens == 0:
             return 0, -1
-        sidecar = read_sidecar(self.prefix)
-        if sidecar is not None and sidecar["data_fingerprint"] == self.fingerprint:
-            return 0, sidecar["largest_id"]
+        if self.flat.nbytes <= WHOLLY_HASHED and self.recorded_largest_id is not None:
+            return 0, self.recorded_largest_id
         smallest, largest = np.iinfo(np.int64).max, np.iinfo(np.int64).min
         for begin in range(0, self.tokens, 16 * CHUNK):
             chunk = self.flat[begin : begin + 16 * CHUNK]
@@ -274,16 +323,42 @@ class IndexedDataset:
         return smallest, largest
 
 
-def check_token_ids(dataset: IndexedDataset, vocab_size: int) -> None:
+def check_token_ids(dataset: IndexedDataset, vocab_size: int, *, trust_sidecar: bool = False) -> None:
     """Hold every token of `dataset` to 0 <= id < vocab_size.
+
+    Args:
+        dataset: the pair; one above 64 MiB is read whole.
+        vocab_size: the model's.
+        trust_sidecar: take the largest id from the sidecar of a pair of any size. For a caller that passes all it
+            serves through `check_ids`: what is wrong as a whole then shows before the work begins.
 
     Raises:
         UserError: an id lies outside, or the pair holds no token ids at all (a floating-point type).
     """
-    name = f"{dataset.prefix}.bin"
+    _check_dtype(dataset)
+    recorded = dataset.recorded_largest_id if trust_sidecar else None
+    _check_range(dataset, dataset.id_range if recorded is None else (0, recorded), vocab_size)
+
+
+def check_ids(dataset: IndexedDataset, ids: npt.NDArray[Any], vocab_size: int) -> None:
+    """Hold `ids`, any number of tokens out of `dataset`, to 0 <= id < vocab_size.
+
+    Raises:
+        UserError: as for `check_token_ids`.
+    """
+    _check_dtype(dataset)
+    if ids.size:
+        _check_range(dataset, (int(ids.min()), int(ids.max())), vocab_size)
+
+
+def _check_dtype(dataset: IndexedDataset) -> None:
     if dataset.dtype.kind == "f":
-        raise UserError(f"{name}: holds {dataset.dtype.name}, not token ids; name a pair of tokens")
-    smallest, largest = dataset.id_range
+        raise UserError(f"{dataset.prefix}.bin: holds {dataset.dtype.name}, not token ids; name a pair of tokens")
+
+
+def _check_range(dataset: IndexedDataset, id_range: tuple[int, int], vocab_size: int) -> None:
+    name = f"{dataset.prefix}.bin"
+    smallest, largest = id_range
     if smallest < 0:
         raise UserError(
             f"{name}: token id {smallest} is negative: the file is damaged or holds no tokens; make it again"

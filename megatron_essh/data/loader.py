@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_essh.data.indexed_dataset import check_ids
 from megatron_essh.data.packing import PackedDataset
 from megatron_essh.errors import UserError
 
@@ -31,9 +32,15 @@ class StatefulLoader:
         self.consumed_samples = 0
 
     def next_batch(self) -> npt.NDArray[np.int64]:
-        """The next int64 [global_batch, sequence_length + 1]; IndexError past the dataset's end."""
+        """The next int64 [global_batch, sequence_length + 1]; IndexError past the dataset's end.
+
+        Raises:
+            UserError: a token in it lies outside the dataset's vocabulary.
+        """
         first = self.consumed_samples
         batch = np.stack([self.dataset[first + i] for i in range(self.global_batch)])
+        if self.dataset.vocab_size is not None:
+            check_ids(self.dataset.dataset, batch, self.dataset.vocab_size)
         self.consumed_samples = first + self.global_batch
         return batch
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from megatron_essh.data.indexed_dataset import IndexedDataset, check_token_ids
+from megatron_essh.data.indexed_dataset import IndexedDataset, check_ids, check_token_ids
 from megatron_essh.data.sampling import draw_order
 from megatron_essh.errors import UserError
 
@@ -34,7 +34,8 @@ class PackedDataset:
         sequence_length: tokens T in a sample, its last label not counted.
         seed: of the order, 0 to 2**32 - 1.
         samples: how many samples must be there; as many epochs as they take. None: one epoch.
-        vocab_size: the model's vocabulary, which every token is held to. None: not checked.
+        vocab_size: the model's vocabulary, which the pair is held to, as far as its sidecar describes it; whoever
+            serves the samples checks them (`StatefulLoader`). None: not checked.
 
     Raises:
         UserError: the pair cannot be read (`IndexedDataset`), is too short for one sample, or holds a token
@@ -53,9 +54,10 @@ class PackedDataset:
         self.dataset = IndexedDataset(prefix)
         self.sequence_length = sequence_length
         self.seed = seed
+        self.vocab_size = vocab_size
         _check_length(self.dataset, sequence_length)
         if vocab_size is not None:
-            check_token_ids(self.dataset, vocab_size)
+            check_token_ids(self.dataset, vocab_size, trust_sidecar=True)
         if samples is None:
             samples = (self.dataset.tokens - 1) // sequence_length
         self.order = draw_order(self.dataset.sizes, sequence_length, samples, seed)
@@ -117,19 +119,21 @@ def validation_batches(
     1].
 
     Window i begins at token i * sequence_length. A pair that holds fewer windows gives fewer batches, the
-    last of them smaller.
+    last of them smaller. Every token in them is held to `vocab_size`; None: not checked.
 
     Raises:
         UserError: as for `PackedDataset`.
     """
     dataset = IndexedDataset(prefix)
     _check_length(dataset, sequence_length)
-    if vocab_size is not None:
-        check_token_ids(dataset, vocab_size)
     windows = min(batch * count, (dataset.tokens - 1) // sequence_length)
     starts = [i * sequence_length for i in range(windows)]
     samples = [dataset.flat[start : start + sequence_length + 1].astype(np.int64) for start in starts]
-    return [np.stack(samples[i : i + batch]) for i in range(0, windows, batch)]
+    batches = [np.stack(samples[i : i + batch]) for i in range(0, windows, batch)]
+    if vocab_size is not None:
+        for tokens in batches:
+            check_ids(dataset, tokens, vocab_size)
+    return batches
 
 
 def _check_length(dataset: IndexedDataset, sequence_length: int) -> None:

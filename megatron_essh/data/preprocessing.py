@@ -18,8 +18,7 @@ import numpy.typing as npt
 
 from megatron_essh.config import TokenizerConfig, config_to_mapping
 from megatron_essh.data.documents import Batch, batches, is_json_lines, read_batch
-from megatron_essh.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, token_dtype
-from megatron_essh.data.sidecar import write_sidecar
+from megatron_essh.data.indexed_dataset import IndexedDatasetWriter, publish_together, token_dtype
 from megatron_essh.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_essh.data.worker_pool import map_in_order
 from megatron_essh.errors import UserError
@@ -113,11 +112,13 @@ class _EncodedBatch:
 def preprocess(files: list[Path], task: Preprocessing, report: Callable[[str], None]) -> list[PairSummary]:
     """Tokenise `files` into the pairs that `task` names; `report` gets progress lines.
 
-    All pairs appear at the end, whole, each with its sidecar; a failure leaves none of them.
+    All pairs appear at the end, whole, each with its sidecar; a failure leaves none of them, and the earlier ones
+    as they were if it comes before the names change (`publish_together`).
 
     Raises:
         UserError: unreadable input (with file and line), a vocabulary that is too small, an output that
-            cannot be written, a worker that died, or nothing to write.
+            cannot be written, an earlier validation pair that this run would leave standing, a worker that died,
+            or nothing to write.
     """
     tokenizer = build_tokenizer(task.tokenizer)
     vocab_size = tokenizer.vocab_size if task.vocab_size is None else task.vocab_size
@@ -132,6 +133,8 @@ def preprocess(files: list[Path], task: Preprocessing, report: Callable[[str], N
     dtype = token_dtype(vocab_size)
     splits = ["document"] if task.validation_every is None else ["document", "validation"]
     prefixes = {(key, split): Path(f"{task.output_prefix}_{key}_{split}") for key in task.keys for split in splits}
+    if task.validation_every is None:
+        _refuse_earlier_validation(task)
     progress = _Progress(sum(path.stat().st_size for path in files), task.log_interval, report)
     with ExitStack() as stack:
         writers = {}
@@ -152,32 +155,46 @@ def preprocess(files: list[Path], task: Preprocessing, report: Callable[[str], N
                     _write(writers[key, "validation"], encoded.select(held_out))
             documents += count
             progress.add(count, sum(encoded.tokens.size for encoded in batch.keys), batch.text_bytes)
-        for writer in writers.values():
+        for (_, split), writer in writers.items():
             if writer.tokens == 0:
+                if split == "validation" and documents < (task.validation_every or 0):
+                    raise UserError(
+                        f"--validation-every {task.validation_every}: the input has {documents} documents, so none "
+                        "is held out for validation; give a smaller number or leave it out"
+                    )
                 raise UserError(
                     f"{writer.prefix}: the input's {documents} documents leave it without a token; nothing was written"
                 )
         for writer in writers.values():
             writer.seal()
-        for writer in writers.values():
-            writer.retract()  # all of them first: old and new pairs never stand side by side
-        for writer in writers.values():
-            writer.publish()
+            writer.describe(_sidecar(writer, task, tokenizer, vocab_size))
+        publish_together(list(writers.values()))
     progress.finish()
-    for writer in writers.values():
-        _describe(writer, task, tokenizer, vocab_size)
     return [PairSummary(w.prefix, w.documents, w.tokens, dtype.name) for w in writers.values()]
+
+
+def _refuse_earlier_validation(task: Preprocessing) -> None:
+    """A validation pair of an earlier run must not stand beside training data that holds its documents."""
+    for key in task.keys:
+        index = Path(f"{task.output_prefix}_{key}_validation.idx")
+        if index.exists():
+            raise UserError(
+                f"{index}: the validation pair of an earlier run, whose documents this run would put into the "
+                "training pair; remove it, give --validation-every again, or choose another --output-prefix"
+            )
 
 
 def _write(writer: IndexedDatasetWriter, encoded: _Encoded) -> None:
     writer.add_documents(encoded.tokens, encoded.lengths, encoded.sequences)
 
 
-def _describe(writer: IndexedDatasetWriter, task: Preprocessing, tokenizer: Tokenizer, vocab_size: int) -> None:
+def _sidecar(
+    writer: IndexedDatasetWriter, task: Preprocessing, tokenizer: Tokenizer, vocab_size: int
+) -> dict[str, Any]:
     config = config_to_mapping(task.tokenizer)
     if config["model"] is not None:
         config["model"] = str(Path(config["model"]).resolve())
-    content = {
+    return {
         "tokenizer": config,
         "fingerprint": tokenizer.fingerprint,
         "vocab_size": tokenizer.vocab_size,
@@ -186,9 +203,8 @@ def _describe(writer: IndexedDatasetWriter, task: Preprocessing, tokenizer: Toke
         "documents": writer.documents,
         "tokens": writer.tokens,
         "largest_id": writer.largest_id,
-        "data_fingerprint": IndexedDataset(writer.prefix).fingerprint,
+        "data_fingerprint": writer.fingerprint,
     }
-    write_sidecar(writer.prefix, content)
 
 
 def _encoder(

@@ -7,6 +7,7 @@ would have said must then be given or measured.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +32,20 @@ def sidecar_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.json")
 
 
-def write_sidecar(prefix: str | Path, content: dict[str, Any]) -> None:
-    """Write the sidecar of `prefix`, whole or not at all.
+def write_sidecar(prefix: str | Path, content: Mapping[str, Any]) -> None:
+    """Write the sidecar of a pair that is there already, whole or not at all.
 
-    Keys: `tokenizer` (a `TokenizerConfig` mapping, its path absolute), `fingerprint` (the tokenizer's),
-        `vocab_size`
-    (the tokenizer's), `padded_vocab_size`, `eod`, `documents`, `tokens`, `largest_id` (-1 where there is no
+    Keys: `tokenizer` (a `TokenizerConfig` mapping, its path absolute), `fingerprint` and `vocab_size` (the
+    tokenizer's), `padded_vocab_size`, `eod`, `documents`, `tokens`, `largest_id` (-1 where there is no
     token), `data_fingerprint` (`IndexedDataset.fingerprint` of the pair that the other figures describe).
     """
+    write_atomically(sidecar_path(prefix), sidecar_bytes(content))
+
+
+def sidecar_bytes(content: Mapping[str, Any]) -> bytes:
+    """The file of a sidecar with the keys of `write_sidecar`."""
     assert set(content) == set(_TYPES), f"a sidecar holds {sorted(_TYPES)}, got {sorted(content)}"
-    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-    write_atomically(sidecar_path(prefix), text.encode())
+    return (json.dumps(dict(content), indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def read_sidecar(prefix: str | Path) -> dict[str, Any] | None:

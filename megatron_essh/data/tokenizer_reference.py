@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_essh.config import TokenizerConfig, config_from_mapping
+from megatron_essh.data.indexed_dataset import IndexedDataset
 from megatron_essh.data.sidecar import read_sidecar, sidecar_path
 from megatron_essh.data.tokenizers import build_tokenizer
+from megatron_essh.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,21 @@ def recorded_tokenizer(prefix: str | Path) -> TokenizerReference | None:
         vocab_size=sidecar["vocab_size"],
         eod=sidecar["eod"],
     )
+
+
+def tokenizer_of(pair: IndexedDataset) -> TokenizerReference | None:
+    """The same of an open pair, whose sidecar is held to describe it and no other.
+
+    Raises:
+        UserError: the sidecar cannot be read or is another pair's.
+    """
+    sidecar = read_sidecar(pair.prefix)
+    if sidecar is not None and sidecar["data_fingerprint"] != pair.fingerprint:
+        raise UserError(
+            f"{sidecar_path(pair.prefix)}: describes another pair than {pair.prefix}.bin; remove it, or make the pair "
+            "again"
+        )
+    return recorded_tokenizer(pair.prefix)
 
 
 def reference_to(config: TokenizerConfig) -> TokenizerReference:

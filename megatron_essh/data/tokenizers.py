@@ -10,8 +10,9 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_essh.config import TokenizerConfig
@@ -34,6 +35,8 @@ _PATTERNS = {
     + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
 """How each family splits text before it looks ranks up."""
+
+_LONG_SPACE = 500_000  # half of the steps that the library has
 
 _LLAMA3_NAMES = (
     *("<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>"),
@@ -90,11 +93,7 @@ class Tokenizer(ABC):
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, no special token among them; a lone surrogate becomes U+FFFD."""
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return self._encode(text)
+        return self._encode(valid_text(text))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`; bytes that are not UTF-8 show as U+FFFD.
@@ -103,7 +102,7 @@ class Tokenizer(ABC):
             UserError: an id that stands for no token.
         """
         for token in ids:
-            if not self._has(token):
+            if not self.has(token):
                 raise UserError(
                     f"token id {token} stands for no token of the {self.config.type} tokenizer "
                     f"{self.config.model or ''}(vocabulary {self.vocab_size})"
@@ -111,13 +110,23 @@ class Tokenizer(ABC):
         return self._decode(list(ids))
 
     @abstractmethod
+    def has(self, token: int) -> bool:
+        """Whether the id stands for a token; not every one below `vocab_size` need do so."""
+
+    @abstractmethod
     def _encode(self, text: str) -> list[int]: ...
 
     @abstractmethod
     def _decode(self, ids: list[int]) -> str: ...
 
-    @abstractmethod
-    def _has(self, token: int) -> bool: ...
+
+def valid_text(text: str) -> str:
+    """`text` as UTF-8 can hold it: a pair of surrogates becomes its character, a lone one U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
@@ -149,7 +158,7 @@ class ByteTokenizer(Tokenizer):
     def _decode(self, ids: list[int]) -> str:
         return bytes(i for i in ids if i != self.eod).decode(errors="replace")
 
-    def _has(self, token: int) -> bool:
+    def has(self, token: int) -> bool:
         return 0 <= token < 257
 
 
@@ -171,12 +180,18 @@ class TiktokenTokenizer(Tokenizer):
         )
 
     def _encode(self, text: str) -> list[int]:
-        return self._encoding.encode_ordinary(text)
+        ids: list[int] = []
+        done = 0
+        for begin, end in _long_spaces(text, self.config.pattern):
+            ids += self._encoding.encode_ordinary(text[done:begin])
+            ids += self._encoding._encode_single_piece(text[begin:end])
+            done = end
+        return ids + self._encoding.encode_ordinary(text[done:])
 
     def _decode(self, ids: list[int]) -> str:
         return self._encoding.decode(ids)
 
-    def _has(self, token: int) -> bool:
+    def has(self, token: int) -> bool:
         return token in self._ids
 
 
@@ -203,7 +218,7 @@ class SentencePieceTokenizer(Tokenizer):
     def _decode(self, ids: list[int]) -> str:
         return self._processor.decode(ids)
 
-    def _has(self, token: int) -> bool:
+    def has(self, token: int) -> bool:
         return 0 <= token < self.vocab_size
 
 
@@ -238,8 +253,30 @@ class HuggingFaceTokenizer(Tokenizer):
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
-    def _has(self, token: int) -> bool:
-        return token >= 0 and self._tokenizer.id_to_token(token) is not None
+    def has(self, token: int) -> bool:
+        return 0 <= token < self.vocab_size and self._tokenizer.id_to_token(token) is not None
+
+
+def _long_spaces(text: str, pattern: str) -> Iterator[tuple[int, int]]:
+    """Pieces [begin, end) of white space that `pattern` splits off and that are too long for the library to do so.
+
+    `\\s+(?!\\S)` takes a step back for every character of a run, and from a million steps on the library panics. What
+    that alternative takes is known without it: a run (after its last line end, which all patterns but gpt2 take
+    before it) but for its last character where text follows. No pattern looks behind, and none but that one and
+    `\\s++$` ahead, so that the text before the piece, which ends in no run of its own or in a line end, and the text
+    after it split as they do in the whole.
+    """
+    if len(text) < _LONG_SPACE:
+        return
+    line_ends = "" if pattern == "gpt2" else r"\r\n"
+    space = rf"[^\S\x1c-\x1f{line_ends}]"  # Python alone counts 1c to 1f
+    for run in re.finditer(rf"(?<!{space}){space}{{{_LONG_SPACE},}}", text):
+        end = run.end()
+        if end < len(text):
+            if text[end] not in "\r\n":  # else `\s*[\r\n]` takes it, without a step back
+                yield run.start(), end - 1
+        elif r"\s++$" not in _PATTERNS[pattern]:  # which takes it, without a step back
+            yield run.start(), end
 
 
 def _read(config: TokenizerConfig) -> bytes:

@@ -1,7 +1,6 @@
 """A function applied to a stream of items on many processes: results in the items' order, in bounded memory.
 
-Each worker has a pipe of its own, so that one that dies, even in the middle of a result, shows as the end of
-its
+Each worker has a pipe of its own, so that one that dies, even in the middle of a result, shows as the end of its
 pipe: the run then ends with an error instead of waiting. Workers whose parent is gone see the same and end.
 """
 
@@ -96,7 +95,7 @@ def _serve(setup: Callable[..., Callable[[Any], Any]], arguments: tuple[Any, ...
                 result = function(item)
             except UserError as error:
                 result = _Failure(str(error), by_user=True)
-            except Exception:
+            except BaseException:  # a panic of a native library is no Exception
                 result = _Failure(traceback.format_exc(), by_user=False)
             connection.send(result)
     except (EOFError, ConnectionError):

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from megatron_essh.config import DataConfig
 from megatron_essh.data.indexed_dataset import IndexedDataset
-from megatron_essh.data.sidecar import read_sidecar, sidecar_path
-from megatron_essh.data.tokenizer_reference import TokenizerReference, recorded_tokenizer
+from megatron_essh.data.tokenizer_reference import TokenizerReference, tokenizer_of
 from megatron_essh.errors import UserError
 from megatron_essh.export.provenance import Provenance
 
@@ -36,12 +35,7 @@ def open_evaluation_data(prefix: str, provenance: Provenance, trained_on: DataCo
             the model was trained with, or a document mask cannot be drawn for want of a tokenizer.
     """
     dataset = IndexedDataset(prefix)
-    made_with = recorded_tokenizer(prefix)
-    sidecar = read_sidecar(prefix)
-    if sidecar is not None and sidecar["data_fingerprint"] != dataset.fingerprint:
-        raise UserError(
-            f"{sidecar_path(prefix)}: describes another pair than {prefix}.bin; remove it, or make the pair again"
-        )
+    made_with = tokenizer_of(dataset)
     known = provenance.tokenizer
     if made_with is not None and known is not None and made_with.fingerprint != known.fingerprint:
         raise UserError(

@@ -42,8 +42,11 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """exp(nll)."""
-        return math.exp(self.nll)
+        """exp(nll); infinity where that is more than a float holds (nll above 709.78)."""
+        try:
+            return math.exp(self.nll)
+        except OverflowError:
+            return math.inf
 
     def bits_per_byte(self, text_bytes: int) -> float:
         """Bits for each byte of the scored text, whatever tokenizer cut it."""

@@ -1,17 +1,16 @@
-"""The export folder: model.safetensors, config.yaml, export.json; written whole or not at all.
+"""The export folder: model.safetensors, config.yaml, export.json and, where it carries one, its tokenizer's file.
 
-Written under a temporary name beside its place, synced and renamed. export.json holds the hashes of the other
-two, so that a folder which was damaged or edited afterwards is not taken for whole. The same source and tier
-give the same bytes, export.json included. Knows nothing of how a tier is cut.
+Written in a staging folder beside its place, synced and renamed: whole or not at all. export.json holds the hashes
+of the other files, so that a folder which was damaged or edited afterwards is not taken for whole. The same source
+and tier give the same bytes, export.json included. Knows nothing of how a tier is cut.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +21,7 @@ from megatron_essh.config import RunConfig, config_from_mapping, config_to_mappi
 from megatron_essh.data.tokenizer_reference import TokenizerReference
 from megatron_essh.errors import UserError
 from megatron_essh.export.provenance import Provenance
+from megatron_essh.export.staging import staging_folder
 from megatron_essh.files import DISK_FULL, sync_folder
 from megatron_essh.training.checkpoint.files import (
     file_sha256,
@@ -32,7 +32,13 @@ from megatron_essh.training.checkpoint.files import (
 from megatron_essh.version import __version__
 
 MODEL_FILE, CONFIG_FILE, RECORD_FILE = "model.safetensors", "config.yaml", "export.json"
+TOKENIZER_FILES = {"tiktoken": "ranks.tiktoken", "sentencepiece": "tokenizer.model", "huggingface": "tokenizer.json"}
+"""What an export's copy of its tokenizer's file is called, by the tokenizer's type."""
 FORMAT, VERSION = "megatron_essh export", 1
+
+
+class DamagedExport(UserError):
+    """What was an export once, and is not whole or not as recorded any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +78,35 @@ class ExportRecord:
     package_version: str
     """Of the package that wrote the export."""
     tokenizer: TokenizerReference | None
+    """With the path that the tokenizer's file had when the export was made."""
+    tokenizer_sha256: str | None = None
+    """Of the copy of that file in this folder; None: the export carries none."""
+
+    def __post_init__(self) -> None:
+        if self.tokenizer_sha256 is not None and self.tokenizer_file is None:
+            raise ValueError("tokenizer_sha256: given, but tokenizer names none that has a file")
+
+    @property
+    def tokenizer_file(self) -> str | None:
+        """Name of the tokenizer's file in the folder; None where there is nothing to carry or it is left out."""
+        if self.tokenizer is None or self.tokenizer_sha256 is None:
+            return None
+        return TOKENIZER_FILES.get(self.tokenizer.config.type)
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        """SHA-256 of every file of the folder but export.json, by name."""
+        result = {MODEL_FILE: self.sha256, CONFIG_FILE: self.config_sha256}
+        if self.tokenizer_file is not None and self.tokenizer_sha256 is not None:
+            result[self.tokenizer_file] = self.tokenizer_sha256
+        return result
 
     def provenance(self, folder: Path) -> Provenance:
-        """This export's own provenance, to whoever opens it."""
+        """This export's own provenance, to whoever opens it; its tokenizer is the copy in the folder, if any."""
+        tokenizer = self.tokenizer
+        if tokenizer is not None and self.tokenizer_file is not None:
+            copy = str(folder.resolve() / self.tokenizer_file)
+            tokenizer = replace(tokenizer, config=replace(tokenizer.config, model=copy))
         return Provenance(
             kind="export",
             path=str(folder.resolve()),
@@ -84,7 +116,7 @@ class ExportRecord:
             tier=self.tier,
             step=self.step,
             stage=self.stage,
-            tokenizer=self.tokenizer,
+            tokenizer=tokenizer,
         )
 
 
@@ -95,6 +127,7 @@ def write_export(
     tier: str,
     source: Provenance,
     *,
+    tokenizer: bytes | None,
     check: Callable[[Path], None],
     overwrite: bool = False,
 ) -> tuple[ExportRecord, bool]:
@@ -106,56 +139,70 @@ def write_export(
         config: its run's config, whose `model` is the standalone model.
         tier: what was asked for.
         source: the model that the tensors were cut from.
-        check: is given the finished temporary folder and raises when it is not right.
+        tokenizer: content of the file of `source`'s tokenizer, for the export to carry; None carries none.
+        check: is given the finished staging folder and raises when it is not right.
         overwrite: let another export, and all else in its folder, make way; what is no export never does.
 
     Returns:
         The record, and whether the folder was written; it is not where it already holds these very bytes.
 
     Raises:
-        UserError: the place is taken, or the disk is too full; nothing is left behind.
+        UserError: the place is taken, another process is writing there, or the disk is too full; nothing is left
+            behind.
     """
     _check_place(folder)
-    temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        if temporary.exists():
-            shutil.rmtree(temporary)
-        temporary.mkdir()
-        size, digest = write_tensors(temporary / MODEL_FILE, tensors)
-        text = yaml.safe_dump(config_to_mapping(config), sort_keys=False, allow_unicode=True)
-        _, config_digest = write_synced(temporary / CONFIG_FILE, [text.encode()])
-        record = ExportRecord(
-            format=FORMAT,
-            version=VERSION,
-            tier=tier,
-            channels=config.model.channels,
-            ff_width=config.model.ff_width,
-            parameters=sum(t.numel() for t in tensors.values()),
-            bytes=size,
-            sha256=digest,
-            config_sha256=config_digest,
-            source=ExportSource(**{f.name: getattr(source, f.name) for f in fields(ExportSource)}),
-            step=source.step,
-            stage=source.stage,
-            package_version=__version__,
-            tokenizer=source.tokenizer,
-        )
-        document = json.dumps(config_to_mapping(record), indent=1, ensure_ascii=False) + "\n"
-        write_synced(temporary / RECORD_FILE, [document.encode()])
-        sync_folder(temporary)
-        check(temporary)
-        written = _publish(temporary, folder, overwrite)
+        with staging_folder(folder) as staging:
+            record = _write_files(staging / "new", tensors, config, tier, source, tokenizer)
+            check(staging / "new")
+            written = _publish(staging, folder, record, overwrite)
     except OSError as error:
         if error.errno in DISK_FULL:
-            needed = sum(t.numel() * t.element_size() for t in tensors.values()) / 1e6
+            needed = (sum(t.numel() * t.element_size() for t in tensors.values()) + len(tokenizer or b"")) / 1e6
             raise UserError(
                 f"{folder}: the disk is too full for an export of {needed:.2f} MB ({error.strerror})"
             ) from None
         raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return record, written
+
+
+def _write_files(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    config: RunConfig,
+    tier: str,
+    source: Provenance,
+    tokenizer: bytes | None,
+) -> ExportRecord:
+    folder.mkdir()
+    size, digest = write_tensors(folder / MODEL_FILE, tensors)
+    text = yaml.safe_dump(config_to_mapping(config), sort_keys=False, allow_unicode=True)
+    _, config_digest = write_synced(folder / CONFIG_FILE, [text.encode()])
+    tokenizer_digest = None
+    if tokenizer is not None:
+        assert source.tokenizer is not None, "the file of a tokenizer that the source does not name"
+        _, tokenizer_digest = write_synced(folder / TOKENIZER_FILES[source.tokenizer.config.type], [tokenizer])
+    record = ExportRecord(
+        format=FORMAT,
+        version=VERSION,
+        tier=tier,
+        channels=config.model.channels,
+        ff_width=config.model.ff_width,
+        parameters=sum(t.numel() for t in tensors.values()),
+        bytes=size,
+        sha256=digest,
+        config_sha256=config_digest,
+        source=ExportSource(**{f.name: getattr(source, f.name) for f in fields(ExportSource)}),
+        step=source.step,
+        stage=source.stage,
+        package_version=__version__,
+        tokenizer=source.tokenizer,
+        tokenizer_sha256=tokenizer_digest,
+    )
+    document = json.dumps(config_to_mapping(record), indent=1, ensure_ascii=False) + "\n"
+    write_synced(folder / RECORD_FILE, [document.encode()])
+    sync_folder(folder)
+    return record
 
 
 def _check_place(folder: Path) -> None:
@@ -165,35 +212,29 @@ def _check_place(folder: Path) -> None:
         raise UserError(f"{folder}: holds something that is no export; give another folder")
 
 
-def _publish(temporary: Path, folder: Path, overwrite: bool) -> bool:
+def _publish(staging: Path, folder: Path, record: ExportRecord, overwrite: bool) -> bool:
     if folder.is_dir() and any(folder.iterdir()):
-        if _same_files(temporary, folder):
+        if _same_files(staging / "new", folder, (RECORD_FILE, *record.hashes)):
             return False
         if not overwrite:
             raise UserError(f"{folder}: another export is already there; give --overwrite or another folder")
         # Renamed before it is deleted, so that a crash leaves no half of it under an export's name.
-        doomed = temporary.with_name(f"{temporary.name}-removed")
-        os.replace(folder, doomed)
-        os.replace(temporary, folder)
-        shutil.rmtree(doomed)
-    else:
-        os.replace(temporary, folder)
+        os.replace(folder, staging / "removed")
+    os.replace(staging / "new", folder)
     sync_folder(folder.parent)
     return True
 
 
-def _same_files(first: Path, second: Path) -> bool:
-    return all(
-        (second / name).is_file() and file_sha256(first / name) == file_sha256(second / name)
-        for name in (MODEL_FILE, CONFIG_FILE, RECORD_FILE)
-    )
+def _same_files(first: Path, second: Path, names: Iterable[str]) -> bool:
+    return all((second / name).is_file() and file_sha256(first / name) == file_sha256(second / name) for name in names)
 
 
 def read_record(folder: Path) -> ExportRecord:
     """An export's record, of a folder whose other files may still be damaged (see `find_damage`).
 
     Raises:
-        UserError: the folder or its export.json is missing, unreadable or of another format.
+        DamagedExport: export.json is no whole record.
+        UserError: the folder is no export, or one of another format.
     """
     file = folder / RECORD_FILE
     if not folder.is_dir():
@@ -202,25 +243,33 @@ def read_record(folder: Path) -> ExportRecord:
         mapping = json.loads(file.read_bytes())
     except FileNotFoundError:
         raise UserError(f"{folder}: not an export, or an unfinished one: it has no {RECORD_FILE}") from None
-    except ValueError as error:
-        raise UserError(f"{file}: not valid JSON ({error})") from None
+    except OSError as error:
+        raise DamagedExport(f"{file}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
+        raise DamagedExport(f"{file}: not valid JSON ({error})") from None
     if not isinstance(mapping, dict) or mapping.get("format") != FORMAT:
         raise UserError(f"{file}: not the record of a megatron_essh export")
     if mapping.get("version") != VERSION:
         raise UserError(f"{file}: version {mapping.get('version')!r}; this package reads version {VERSION}")
-    return config_from_mapping(ExportRecord, mapping, str(file))
+    try:
+        return config_from_mapping(ExportRecord, mapping, str(file))
+    except UserError as error:
+        raise DamagedExport(str(error)) from None
 
 
 def find_damage(folder: Path, record: ExportRecord) -> str | None:
     """What is wrong with the files that `record` describes, in words, or None when they are as recorded."""
-    for name, digest in ((MODEL_FILE, record.sha256), (CONFIG_FILE, record.config_sha256)):
+    for name, digest in record.hashes.items():
         file = folder / name
         if not file.is_file():
             return f"{file}: missing"
-        if name == MODEL_FILE and file.stat().st_size != record.bytes:
-            return f"{file}: {file.stat().st_size} bytes where {RECORD_FILE} records {record.bytes}"
-        if file_sha256(file) != digest:
-            return f"{file}: changed since the export (its SHA-256 is not the one in {RECORD_FILE})"
+        try:
+            if name == MODEL_FILE and file.stat().st_size != record.bytes:
+                return f"{file}: {file.stat().st_size} bytes where {RECORD_FILE} records {record.bytes}"
+            if file_sha256(file) != digest:
+                return f"{file}: changed since the export (its SHA-256 is not the one in {RECORD_FILE})"
+        except OSError as error:
+            return f"{file}: cannot be read ({error.strerror})"
     return None
 
 
@@ -230,17 +279,23 @@ def read_export(folder: Path, *, verify: bool = True) -> tuple[dict[str, Tensor]
     `verify` False skips sizes and hashes, for a caller that reports on them itself.
 
     Raises:
-        UserError: anything is missing, foreign, truncated, changed or in disagreement.
+        DamagedExport: anything is missing, truncated, changed or in disagreement.
+        UserError: the folder is no export, or one of another format.
     """
     record = read_record(folder)
     damage = find_damage(folder, record) if verify else None
     if damage is not None:
-        raise UserError(damage)
-    config = load_config(folder / CONFIG_FILE)
+        raise DamagedExport(damage)
+    try:
+        config, tensors = load_config(folder / CONFIG_FILE), read_tensors(folder / MODEL_FILE)
+    except OSError as error:
+        raise DamagedExport(f"{folder}: cannot be read ({error.strerror or error})") from None
+    except UserError as error:
+        raise DamagedExport(str(error)) from None
     recorded, actual = (record.channels, record.ff_width), (config.model.channels, config.model.ff_width)
     if recorded != actual:
-        raise UserError(
+        raise DamagedExport(
             f"{folder / CONFIG_FILE}: {actual[0]} channels and {actual[1]} feed-forward units; {RECORD_FILE} "
             f"records {recorded[0]} and {recorded[1]}"
         )
-    return read_tensors(folder / MODEL_FILE), config, record
+    return tensors, config, record

@@ -15,7 +15,7 @@ from megatron_essh.export.folder import ExportRecord, read_export, write_export
 from megatron_essh.export.provenance import Provenance
 from megatron_essh.export.slice import slice_config, slice_tensors
 from megatron_essh.model.accounting import parameter_counts
-from megatron_essh.model.loading import build_model
+from megatron_essh.model.loading import build_model, open_tokenizer
 
 
 def export_tier(
@@ -25,6 +25,7 @@ def export_tier(
     tier: str,
     folder: Path,
     *,
+    tokenizer: bytes | None = None,
     overwrite: bool = False,
 ) -> tuple[ExportRecord, bool]:
     """Cut `tier` out of a trained model and write it to `folder` as a standalone model (section 6).
@@ -36,13 +37,15 @@ def export_tier(
         tensors, config, source: as `model.loading.open_tensors` returns them; an export will do.
         tier: a tier's name, `full` or `K,n`; names resolve against the family's full sizes.
         folder: the export's place.
+        tokenizer: what the export is to carry of its tokenizer, as `tokenizer_content` reads it; None: nothing.
         overwrite: let a different export there make way.
 
     Returns:
         The export's record, and whether the folder was written: not where it already holds these very bytes.
 
     Raises:
-        UserError: the tier is unknown or more than the source holds, the place is taken, the disk is full.
+        UserError: the tier is unknown or more than the source holds, the place is taken or another process is
+            writing there, the disk is full.
     """
     try:
         capacity = parse_capacity(tier, config.model, config.elastic)
@@ -50,7 +53,22 @@ def export_tier(
         raise UserError(f"{source.path}: {error}") from None
     standalone = dataclasses.replace(config, model=slice_config(config.model, capacity))
     cut = slice_tensors(tensors, config.model, capacity)
-    return write_export(folder, cut, standalone, tier, source, check=_check, overwrite=overwrite)
+    return write_export(folder, cut, standalone, tier, source, tokenizer=tokenizer, check=_check, overwrite=overwrite)
+
+
+def tokenizer_content(source: Provenance, config: RunConfig) -> bytes | None:
+    """The tokenizer's file of a trained model, for its exports to carry; None where none is known or it has no file.
+
+    Args:
+        source, config: as `model.loading.open_tensors` returns them.
+
+    Raises:
+        UserError: the file cannot be read, or is not the tokenizer that the model was trained with.
+    """
+    tokenizer = open_tokenizer(source.tokenizer, entries=config.model.vocab_size)
+    if tokenizer is None or tokenizer.config.model is None:
+        return None
+    return Path(tokenizer.config.model).read_bytes()
 
 
 def _check(folder: Path) -> None:

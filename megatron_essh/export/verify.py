@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_essh.config import ModelConfig
 from megatron_essh.elastic.capacity import Capacity
 from megatron_essh.errors import UserError
-from megatron_essh.export.folder import ExportRecord, find_damage, read_export, read_record
+from megatron_essh.export.folder import DamagedExport, ExportRecord, find_damage, read_export, read_record
 from megatron_essh.export.provenance import Provenance
 from megatron_essh.export.slice import kept_rows, slice_config
 from megatron_essh.model.accounting import parameter_counts
@@ -25,7 +25,10 @@ from megatron_essh.model.loading import build_model, open_tensors
 
 STEPS = 5
 """Tokens that the decoding check takes in one by one after the prompt."""
+CHECKS = ("files", "source", "config", "names", "parameters", "tensors", "logits", "decoding")
 NOT_RUN = "not run: an earlier check failed"
+MOST = 2**20
+"""Batches, and tokens of a sequence, that a comparison may take."""
 
 
 @dataclass(frozen=True)
@@ -37,30 +40,58 @@ class Check:
     detail: str
 
 
-def verify_export(
-    folder: Path, source: Path | None = None, *, batches: int = 4, length: int = 128, seed: int = 0
-) -> list[Check]:
+@dataclass(frozen=True, kw_only=True)
+class RandomTokens:
+    """The tokens that logits are compared on: batches of 2 sequences."""
+
+    batches: int = 4
+    length: int = 128
+    """Tokens of the first batch and of the decoding check; the other batches are shorter by chance."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least, most in (("batches", 1, MOST), ("length", 1, MOST), ("seed", 0, 2**63 - 1)):
+            if not least <= getattr(self, name) <= most:
+                raise UserError(f"{name}: {getattr(self, name)} must lie in {least} to {most}")
+
+    def draw(self, model: ModelConfig) -> Iterator[Tensor]:
+        """int64 [2, T] for each batch."""
+        generator = torch.Generator().manual_seed(self.seed)
+        for index in range(self.batches):
+            tokens = int(torch.randint(1, self.length + 1, (1,), generator=generator)) if index else self.length
+            yield torch.randint(model.vocab_size, (2, tokens), generator=generator)
+
+    def draw_for_decoding(self, model: ModelConfig) -> Tensor:
+        """int64 [2, length + STEPS]: a prompt and what follows it."""
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        return torch.randint(model.vocab_size, (2, self.length + STEPS), generator=generator)
+
+
+def verify_export(folder: Path, source: Path | None = None, tokens: RandomTokens | None = None) -> list[Check]:
     """Compare an export with the model it was cut from.
 
     Args:
         folder: the export.
         source: where its source is; None takes the recorded path.
-        batches: random batches of 2 sequences to compare logits on.
-        length: tokens of the first batch and of the decoding check; the other batches are shorter by chance.
-        seed: of the tokens.
+        tokens: what logits are compared on; None takes the defaults.
 
     Returns:
-        Every check, in order. A check that could not run counts as failed and says so.
+        Every one of `CHECKS`, in order. A check that could not run counts as failed and says so.
 
     Raises:
-        UserError: the export or its source cannot be read at all.
+        UserError: the folder is no export at all, or its source cannot be read.
     """
-    if batches < 1 or length < 1:
-        raise UserError(f"verification needs at least 1 batch and 1 token, got {batches} and {length}")
-    record = read_record(folder)
+    tokens = tokens or RandomTokens()
+    damage = None
+    try:
+        record = read_record(folder)
+        damage = find_damage(folder, record)
+        tensors, config, _ = read_export(
+            folder, verify=False
+        )  # a changed file that can be read is compared all the same
+    except DamagedExport as error:
+        return _give_up([Check("files", False, damage or str(error))])
     source_tensors, source_config, provenance = open_tensors(_source(folder, record, source))
-    damage = find_damage(folder, record)
-    tensors, config, record = read_export(folder, verify=False)
     capacity = Capacity(record.channels, record.ff_width)
     checks = [
         Check("files", damage is None, damage or "sizes and SHA-256 as recorded"),
@@ -68,23 +99,23 @@ def verify_export(
         _compare_config(config.model, source_config.model, capacity),
     ]
     if not checks[-1].passed:
-        return [
-            *checks,
-            *(Check(n, False, NOT_RUN) for n in ("names", "parameters", "tensors", "logits", "decoding")),
-        ]
+        return _give_up(checks)
     try:
         model = build_model(tensors, config.model, str(folder))
     except UserError as error:
-        checks.append(Check("names", False, str(error)))
-        return [*checks, *(Check(n, False, NOT_RUN) for n in ("parameters", "tensors", "logits", "decoding"))]
+        return _give_up([*checks, Check("names", False, str(error))])
     checks.append(Check("names", True, f"{len(tensors)} tensors, none missing, none too many"))
     checks.append(_compare_counts(model, record))
     shared = build_model(source_tensors, source_config.model, provenance.path)
     checks.append(_compare_tensors(tensors, source_tensors, source_config.model, capacity))
     with torch.inference_mode():
-        checks.append(_compare_logits(model, shared, capacity, _batches(model.config, batches, length, seed)))
-        checks.append(_compare_decoding(model, shared, capacity, length, seed))
+        checks.append(_compare_logits(model, shared, capacity, tokens.draw(model.config)))
+        checks.append(_compare_decoding(model, shared, capacity, tokens.draw_for_decoding(model.config)))
     return checks
+
+
+def _give_up(checks: list[Check]) -> list[Check]:
+    return [*checks, *(Check(name, False, NOT_RUN) for name in CHECKS[len(checks) :])]
 
 
 def _source(folder: Path, record: ExportRecord, given: Path | None) -> Path:
@@ -151,28 +182,21 @@ def _compare_logits(
     return Check("logits", True, f"bitwise equal at {tokens:,} random tokens")
 
 
-def _compare_decoding(model: LanguageModel, shared: LanguageModel, capacity: Capacity, length: int, seed: int) -> Check:
-    tokens_BT = next(_batches(model.config, 1, length + STEPS, seed + 1))
-    state = model.init_state(len(tokens_BT), max_length=length + STEPS)
-    shared_state = shared.init_state(len(tokens_BT), capacity, max_length=length + STEPS)
+def _compare_decoding(model: LanguageModel, shared: LanguageModel, capacity: Capacity, tokens_BT: Tensor) -> Check:
+    batch, total = tokens_BT.shape
+    length = total - STEPS
+    state = model.init_state(batch, max_length=total)
+    shared_state = shared.init_state(batch, capacity, max_length=total)
     actual, state = model.prefill(tokens_BT[:, :length], state)
     expected, shared_state = shared.prefill(tokens_BT[:, :length], shared_state, capacity)
     if not _same_bits(actual, expected):
         return Check("decoding", False, f"prefill differs {_distance(actual, expected)}")
-    for position in range(length, length + STEPS):
+    for position in range(length, total):
         actual, state = model.step(tokens_BT[:, position], state)
         expected, shared_state = shared.step(tokens_BT[:, position], shared_state, capacity)
         if not _same_bits(actual, expected):
             return Check("decoding", False, f"step {position - length} differs {_distance(actual, expected)}")
     return Check("decoding", True, f"bitwise equal: prefill of {length}, then {STEPS} steps")
-
-
-def _batches(model: ModelConfig, count: int, length: int, seed: int) -> Iterator[Tensor]:
-    """`count` batches of 2 random sequences: the first of `length` tokens, the others of 1 to `length`."""
-    generator = torch.Generator().manual_seed(seed)
-    for index in range(count):
-        tokens = int(torch.randint(1, length + 1, (1,), generator=generator)) if index else length
-        yield torch.randint(model.vocab_size, (2, tokens), generator=generator)
 
 
 def _same_bits(first: Tensor, second: Tensor) -> bool:

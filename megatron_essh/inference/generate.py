@@ -6,7 +6,6 @@ half a character. Neither knows where the model came from or where the text goes
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -25,16 +24,7 @@ PARTIAL_CHARACTER = 3
 
 def real_tokens(tokenizer: Tokenizer, entries: int) -> Tensor:
     """Which entries of a vocabulary are tokens: bool [entries], False for padding and for gaps in the ids."""
-    real_V = torch.zeros(entries, dtype=torch.bool)
-    try:
-        tokenizer.decode(range(tokenizer.vocab_size))
-        real_V[: tokenizer.vocab_size] = True
-    except UserError:  # some id in the range stands for nothing: ask for each
-        for token in range(tokenizer.vocab_size):
-            with contextlib.suppress(UserError):
-                tokenizer.decode([token])
-                real_V[token] = True
-    return real_V
+    return torch.tensor([tokenizer.has(token) for token in range(entries)])
 
 
 def generate(

@@ -23,6 +23,7 @@ from megatron_essh.elastic.capacity import tier_capacities
 from megatron_essh.errors import UserError
 from megatron_essh.files import DISK_FULL
 from megatron_essh.model.language_model import LanguageModel
+from megatron_essh.output import lasting_output
 from megatron_essh.training.announce import announce_end, announce_start, validation_table
 from megatron_essh.training.checkpoint import load_checkpoint, save_checkpoint
 from megatron_essh.training.engine import NativeEngine, Stage
@@ -55,6 +56,13 @@ class Progress:
     """Wall-clock time in steps, over all processes of the run."""
     window: ProgressWindow = field(default_factory=ProgressWindow)
     """The steps since the last progress line."""
+    reported: bool = True
+    """Whether what is due after `step`, progress line and validation, was done."""
+
+    @property
+    def reported_step(self) -> int:
+        """The last step after which all that was due was done."""
+        return self.step if self.reported else self.step - 1
 
     def state_values(self) -> dict[str, Any]:
         """What `load_state` takes; JSON-able."""
@@ -63,18 +71,21 @@ class Progress:
             "tokens": self.tokens,
             "seconds": self.seconds,
             "window": self.window.state_values(),
+            "reported": self.reported,
         }
 
     def load_state(self, values: dict[str, Any]) -> None:
         """Put back what `state_values` gave."""
         self.step, self.tokens, self.seconds = values["step"], values["tokens"], values["seconds"]
         self.window.load_state(values["window"])
+        self.reported = values["reported"]
 
 
 def train(config: RunConfig, stage: Stage, *, initial: Path | None = None) -> Path | None:
     """Run `stage` of `config` to its end, or continue it from the newest checkpoint in training.output.
 
-    A first SIGTERM or SIGINT ends it early but in order: the step is finished and saved. Main thread only.
+    A first SIGTERM or SIGINT ends it early but in order: the step is finished and saved. Output that nobody reads
+    any more ends nothing. Main thread only.
 
     Args:
         config: the run.
@@ -94,7 +105,7 @@ def train(config: RunConfig, stage: Stage, *, initial: Path | None = None) -> Pa
     if config.training.threads is not None:
         torch.set_num_threads(config.training.threads)
     torch.manual_seed(config.training.seed)
-    with RunFolder(Path(config.training.output)) as folder, GracefulStop() as stop:
+    with lasting_output(), RunFolder(Path(config.training.output)) as folder, GracefulStop() as stop:
         try:
             saved = _find_saved(config, stage, initial, folder)
             steps = config.refinement.steps if stage == "refine" else config.training.steps
@@ -106,7 +117,7 @@ def train(config: RunConfig, stage: Stage, *, initial: Path | None = None) -> Pa
             del saved  # a second copy of model and moments, which the run must not hold to its end
             folder.write_config(config)
             announce_start(config, run.engine, run.data, folder, begin)
-            with closing(MetricsWriter(folder.metrics, folder.tensorboard, run.progress.step)) as metrics:
+            with closing(MetricsWriter(folder.metrics, folder.tensorboard, run.progress.reported_step)) as metrics:
                 run.loop(metrics, stop)
         except OSError as error:
             if error.errno in DISK_FULL:
@@ -171,23 +182,39 @@ class Run:
         self.progress.load_state(saved.values["progress"])
         self.source, self.checkpoint = saved.values["source"], saved.path
         self._saved_step = self.progress.step
+        if not self.progress.reported:  # a progress line comes before this process has a step to judge by
+            self._time_left.add_step(self.progress.seconds / self.progress.step)
         return f"continuing from {saved.path}, step {self.progress.step}/{self.steps}"
 
     def loop(self, metrics: MetricsWriter, stop: GracefulStop) -> None:
-        """Step until all steps are done or `stop` is requested; the last step is saved in either case."""
-        log_every, validate_every = self.config.training.log_every, self.config.training.validate_every
+        """Step until all steps are done or `stop` is requested; the last step is saved in either case.
+
+        Who asks for a stop does not wait for a validation: it is left to the run that continues this one.
+        """
         save_every = self.config.checkpoint.save_every
+        if not self.progress.reported and stop.requested is None:
+            self._report(metrics)
         while self.progress.step < self.steps and stop.requested is None:
             self._train_step()
             step, last = self.progress.step, self.progress.step == self.steps
-            if step % log_every == 0 or last:
-                self._log(metrics)
-            if self.data.validation and validate_every and (step % validate_every == 0 or last):
-                self._validate(metrics)
+            if last or stop.requested is None or not self._validation_due():
+                self._report(metrics)
             if last or (save_every and step % save_every == 0):
                 self._save(metrics)
         if self._saved_step < self.progress.step:
             self._save(metrics)
+
+    def _report(self, metrics: MetricsWriter) -> None:
+        """Do what is due after this step, short of saving."""
+        if self.progress.step % self.config.training.log_every == 0 or self.progress.step == self.steps:
+            self._log(metrics)
+        if self._validation_due():
+            self._validate(metrics)
+        self.progress.reported = True
+
+    def _validation_due(self) -> bool:
+        step, every = self.progress.step, self.config.training.validate_every
+        return bool(self.data.validation and every and (step % every == 0 or step == self.steps))
 
     def _train_step(self) -> None:
         begin = time.perf_counter()
@@ -200,6 +227,7 @@ class Run:
         seconds = time.perf_counter() - begin
         progress = self.progress
         progress.step += 1
+        progress.reported = False
         progress.tokens += report.tokens
         progress.seconds += seconds
         progress.window.add(report, seconds)

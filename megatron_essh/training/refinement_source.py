@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from megatron_essh.training.run_folder import differences
 
 def load_source(path: Path | None, model: ModelConfig) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The parameters of a pretraining run, by plain name, and their record: path, model_sha256, step.
+
+    Warns on standard error where that run is not finished.
 
     Args:
         path: the run's folder (its newest whole checkpoint is taken) or one of its checkpoints.
@@ -35,6 +38,13 @@ def load_source(path: Path | None, model: ModelConfig) -> tuple[dict[str, Tensor
         raise UserError(
             f"{checkpoint}: its model was trained with {key}: {before}, and the config says {now}; "
             "refine with the config that the model was pretrained with"
+        )
+    steps = values["config"]["training"]["steps"]
+    if values["step"] < steps:
+        print(
+            f"warning: {checkpoint}: step {values['step']} of {steps}: pretraining is not finished",
+            file=sys.stderr,
+            flush=True,
         )
     record = {
         "path": str(checkpoint.resolve()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -37,5 +38,8 @@ class GracefulStop:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.requested = signal.Signals(number).name
-        # os.write, because a handler may interrupt a print and must not enter it again.
-        os.write(2, f"{self.requested}: finishing this step, then saving; send it again to abort\n".encode())
+        message = f"{self.requested}: finishing this step, then saving; send it again to abort\n"
+        # os.write, because a handler may interrupt a print and must not enter it again; Ctrl-C may have ended the
+        # reader of our output as well.
+        with suppress(OSError):
+            os.write(2, message.encode())

@@ -65,6 +65,7 @@ def test_numbers_in_yaml_and_overrides(write):
         (MODEL, "training.micro_batch=3", "training.micro_batch 3 does not divide elastic.slot_sequences 8"),
         (MODEL, "training.global_batch=12", "not a multiple of elastic.slot_sequences 8; try 8 or 16"),
         (MODEL, "model.ff_width=100", "not a multiple of 64"),
+        (MODEL, "training.global_batch=1", "not a multiple of elastic.slot_sequences 8; try 8"),
         (MODEL, "training.validation_tiers=[T11]", "'T11' is none of T1 to T10"),
         (MODEL, "optimizer.learning_rate=-1", "learning_rate must be positive"),
         (MODEL, "data.tokenizer.type=tiktoken", "needs `model`"),
@@ -76,6 +77,32 @@ def test_numbers_in_yaml_and_overrides(write):
         ("base: nowhere.yaml\n", None, "nowhere.yaml: no such config file, named as base by"),
         ("base: bad.yaml\n", None, "leads back to"),
         ("base: 3\n", None, "base: must be the path"),
+        (
+            MODEL + "training:\n  steps: 3\n  seed: 1\n  'steps': 4\n",
+            None,
+            "line 5: key steps is given twice, first in line 3",
+        ),
+        (MODEL + "data: {}\n" + MODEL, None, "line 3: key model is given twice, first in line 1"),
+        (MODEL, "training={steps: 3, steps: 4}", "line 1: key steps is given twice"),
+        (MODEL, "training.steps=2020-13-45", "training.steps: expected an integer, got '2020-13-45'"),
+        (MODEL, "optimizer.eps=2020-01-01", "optimizer.eps: expected a finite number, got '2020-01-01'"),
+        (MODEL, "training.steps=!!int x", "remove the tag tag:yaml.org,2002:int"),
+        (MODEL + "training: {steps: !!timestamp x}\n", None, "line 2: remove the tag"),
+        (MODEL, "training.steps=0x_", "not valid YAML"),
+        (MODEL, "training.steps=" + 5000 * "9", "not valid YAML"),
+        (MODEL, "model.attention_layers=" + 3000 * "[", "nested too deeply"),
+        (MODEL, 'training.output="a\\ud83d"', "training.output: expected text, got 'a\\ud83d'"),
+        (MODEL, 'training.output="a\\0"', "training.output: expected text, got 'a\\x00'"),
+        (MODEL, "optimizer.learning_rate=.inf", "learning_rate: expected a finite number, got inf"),
+        (MODEL, "optimizer.weight_decay=.nan", "weight_decay: expected a finite number, got nan"),
+        (MODEL, "optimizer.clip_norm=1e999", "clip_norm: expected a finite number, got '1e999'"),
+        (MODEL, "elastic.full_only_fraction=nan", "full_only_fraction: expected a finite number, got 'nan'"),
+        (MODEL, "model.rope_base=1" + 400 * "0", "rope_base: expected a finite number, got 1000"),
+        (MODEL, "training.seed=4294967296", "seed must lie in [0, 4294967295], got 4294967296"),
+        (MODEL, "model.bank_seed=4294967296", "bank_seed must lie in [0, 4294967295]"),
+        (MODEL, "model.bank_seed=-1", "bank_seed must lie in [0, 4294967295], got -1"),
+        (MODEL, "training.output=", "output"),
+        (MODEL, "training.output=''", "training: output is empty"),
     ],
 )
 def test_a_mistake_is_one_error_that_names_it(write, text, override, said):
@@ -86,6 +113,20 @@ def test_a_mistake_is_one_error_that_names_it(write, text, override, said):
     assert said in message
     assert "bad.yaml" in message or message.startswith("--set")
     assert "\n" not in message
+
+
+def test_one_batch_that_would_do_is_named_once(write):
+    with pytest.raises(UserError) as caught:
+        load_config(write("a.yaml", MODEL), ["training.global_batch=1"])
+    assert str(caught.value).endswith("; try 8")
+
+
+def test_text_that_looks_like_a_date_is_text_and_sections_may_share_keys_by_reference(write):
+    text = "training: {steps: 3, output: 2020-01-01}\n"
+    assert load_config(write("a.yaml", MODEL + text)).training.output == "2020-01-01"
+    text = "training: &t {global_batch: 8}\nrefinement: {<<: *t, steps: 3, global_batch: 16}\n"
+    config = load_config(write("b.yaml", MODEL + text))
+    assert (config.training.global_batch, config.refinement.global_batch) == (8, 16)
 
 
 def test_a_file_that_is_missing_or_no_text(write, tmp_path):

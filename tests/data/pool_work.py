@@ -35,6 +35,8 @@ def fail_at(position: int, how: str) -> Callable[[int], bytes]:
                 os.kill(os.getpid(), signal.SIGKILL)
             if how == "exit":
                 os._exit(3)
+            if how == "panic":
+                raise type("PanicException", (BaseException,), {})("a panic of a native library")
             if how == "user":
                 from megatron_essh.errors import UserError
 

@@ -9,7 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_essh.data import PackedDataset, StatefulLoader
+from megatron_essh.data import (
+    IndexedDataset,
+    PackedDataset,
+    StatefulLoader,
+    check_token_ids,
+    index_format,
+    indexed_dataset,
+    validation_batches,
+)
+from megatron_essh.data.sidecar import write_sidecar
 from megatron_essh.errors import UserError
 
 
@@ -115,3 +124,46 @@ def test_a_longer_run_goes_on_where_the_order_is_the_same_and_is_refused_where_n
     np.testing.assert_array_equal(longer.next_batch(), one_epoch.next_batch())
     with pytest.raises(UserError, match=r"drawn over 1 epochs .* another order over \d+; keep training\.steps"):
         StatefulLoader(packed(samples=1000), 20).load_state(one_epoch.state_values())
+
+
+def test_an_id_that_neither_fingerprint_nor_sidecar_shows_is_found_where_it_is_served(
+    write_pair: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (index_format, indexed_dataset):
+        monkeypatch.setattr(module, "WHOLLY_HASHED", 1000)
+    monkeypatch.setattr(index_format, "_HASHED_BLOCKS", 2)
+    monkeypatch.setattr(index_format, "_HASHED_BLOCK", 64)
+    prefix = write_pair([[7] * 1601])
+    before = IndexedDataset(prefix).fingerprint
+    content = {
+        "tokenizer": {"type": "byte", "model": None, "pattern": "gpt2"},
+        **{"fingerprint": "f", "vocab_size": 257, "padded_vocab_size": 257, "eod": 256},
+        **{"documents": 1, "tokens": 1601, "largest_id": 7, "data_fingerprint": before},
+    }
+    write_sidecar(prefix, content)
+    tokens = np.memmap(f"{prefix}.bin", "<u2", "r+")
+    tokens[805] = 300
+    tokens.flush()
+    assert IndexedDataset(prefix).fingerprint == before
+
+    message = r"pair\.bin: token id 300 lies outside the model's vocabulary of 257"
+    loader = StatefulLoader(PackedDataset(prefix, 16, 3, samples=100, vocab_size=257), 10)
+    bad = next(i for i in range(100) if 300 in loader.dataset[i])
+    for _ in range(bad // 10):
+        loader.next_batch()
+    with pytest.raises(UserError, match=message):
+        loader.next_batch()
+    assert loader.consumed_samples == bad // 10 * 10
+    assert len(validation_batches(prefix, 16, 5, 10, vocab_size=257)) == 10  # up to token 800
+    with pytest.raises(UserError, match=message):
+        validation_batches(prefix, 16, 5, 11, vocab_size=257)
+    with pytest.raises(UserError, match=message):
+        check_token_ids(IndexedDataset(prefix), 257)
+
+
+def test_a_negative_id_is_found_where_it_is_served(write_pair: Callable[..., Path]) -> None:
+    prefix = write_pair([[1] * 17], dtype="<i4")
+    loader = StatefulLoader(PackedDataset(prefix, 16, 3, vocab_size=10), 1)
+    np.memmap(f"{prefix}.bin", "<i4", "r+")[3] = -2
+    with pytest.raises(UserError, match=r"pair\.bin: token id -2 is negative"):
+        loader.next_batch()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +136,7 @@ def test_the_padded_vocabulary_decides_the_token_type(tmp_path: Path, padded: in
         ({"vocab_size": 0}, "--vocab-size 0: must be at least 1"),
         ({"workers": 0}, "--workers 0: must be at least 1"),
         ({"validation_every": 1}, "--validation-every 1: must be at least 2"),
-        ({"validation_every": 4}, "x_text_validation: the input's 3 documents leave it without a token"),
+        ({"validation_every": 4}, "--validation-every 4: the input has 3 documents, so none is held out"),
         ({"log_interval": 0}, "--log-interval 0"),
         ({"keys": ("text", "text")}, "--json-keys text text: name every key once"),
         ({"keys": ("a/b",)}, "--json-keys 'a/b'"),
@@ -181,25 +183,113 @@ def test_a_failed_run_leaves_the_earlier_pair_as_it_was(tmp_path: Path, workers:
     assert documents_of(pair.prefix) == [list(b"good")]
 
 
-def test_an_interrupted_change_of_names_leaves_no_pair_of_another_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("position", range(6))  # two pairs of three files
+def test_a_change_of_names_that_fails_leaves_no_pair(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, position: int
 ) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"text": t} for t in "uvwxyz"])
-    train, validation = run(tmp_path, path, validation_every=3)
+    run(tmp_path, path, validation_every=3)
     rename, renamed = os.replace, []
 
-    def stop_at_the_second(source: Path, target: Path) -> None:
+    def fail_once(source: Path, target: Path) -> None:
         renamed.append(target)
-        if len(renamed) == 2:
+        if len(renamed) == position + 1:
             raise OSError(errno.EIO, "broken disk")
         rename(source, target)
 
-    monkeypatch.setattr(os, "replace", stop_at_the_second)
+    monkeypatch.setattr(os, "replace", fail_once)
     with pytest.raises(OSError, match="broken disk"):
         run(tmp_path, path, validation_every=2)
-    for pair in (train, validation):
-        with pytest.raises(UserError, match=rf"{pair.prefix.name}\.idx: no such file"):
-            IndexedDataset(pair.prefix)
+    assert outputs(tmp_path) == []
+
+
+def test_a_sidecar_that_cannot_be_written_leaves_the_earlier_pairs_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"text": t} for t in "uvwxyz"])
+    run(tmp_path, path, validation_every=3)
+    before = {name: (tmp_path / "out" / name).read_bytes() for name in outputs(tmp_path)}
+
+    def fail(content: object) -> bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("megatron_essh.data.indexed_dataset.sidecar_bytes", fail)
+    with pytest.raises(OSError, match="No space left"):
+        run(tmp_path, path, validation_every=2)
+    assert {name: (tmp_path / "out" / name).read_bytes() for name in outputs(tmp_path)} == before
+
+
+KILLED_EVERYWHERE = """
+import os, signal, sys
+from pathlib import Path
+from megatron_essh.config import TokenizerConfig
+from megatron_essh.data.preprocessing import Preprocessing, preprocess
+
+def run(folder, name):
+    task = Preprocessing(tokenizer=TokenizerConfig(type="byte"), output_prefix=f"{folder}/x", validation_every=2)
+    preprocess([root / name], task, lambda _: None)
+
+def kill_before(call, step):
+    def counted(*arguments, **options):
+        steps.append(call)
+        if len(steps) == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*arguments, **options)
+    return counted
+
+root, steps = Path(sys.argv[1]), []
+for step in range(1, 100):
+    folder = root / str(step)
+    run(folder, "old.jsonl")
+    child = os.fork()
+    if child == 0:
+        os.replace, os.unlink = kill_before(os.replace, step), kill_before(os.unlink, step)
+        run(folder, "new.jsonl")
+        os._exit(0)
+    if os.waitpid(child, 0)[1] == 0:
+        break
+"""
+
+
+def test_a_run_killed_at_any_change_of_names_leaves_whole_pairs_of_one_run(tmp_path: Path) -> None:
+    for name in ("old", "new"):
+        write_lines(tmp_path / f"{name}.jsonl", [{"text": name}] * 4)
+    subprocess.run([sys.executable, "-c", KILLED_EVERYWHERE, str(tmp_path)], check=True, timeout=60)
+    found = []
+    for step in range(1, len(list(tmp_path.iterdir())) - 1):
+        contents = []
+        for split in ("document", "validation"):
+            prefix = tmp_path / str(step) / f"x_text_{split}"
+            if not Path(f"{prefix}.idx").exists():
+                contents.append("none")
+                continue
+            sidecar = read_sidecar(prefix)
+            assert sidecar is not None, f"killed at step {step}"
+            assert sidecar["data_fingerprint"] == IndexedDataset(prefix).fingerprint
+            assert len({bytes(document).decode() for document in documents_of(prefix)}) == 1
+            contents.append(bytes(documents_of(prefix)[0]).decode())
+        assert contents != ["old", "new"]
+        assert contents != ["new", "old"]
+        found.append(contents)
+    assert len(found) > 12
+    assert (found[0], found[-1]) == (["old", "old"], ["new", "new"])
+    assert ["none", "none"] in found
+
+
+def test_a_validation_pair_of_an_earlier_run_is_not_left_beside_its_own_documents(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"text": t} for t in "uvwxyz"])
+    _, validation = run(tmp_path, path, validation_every=3)
+    before = {name: (tmp_path / "out" / name).read_bytes() for name in outputs(tmp_path)}
+    with pytest.raises(
+        UserError, match=r"x_text_validation\.idx: .* earlier run.* remove it, .*--validation-every.*--output-prefix"
+    ):
+        run(tmp_path, path)
+    assert {name: (tmp_path / "out" / name).read_bytes() for name in outputs(tmp_path)} == before
+    run(tmp_path, path, validation_every=2)
+    assert documents_of(validation.prefix) == [[ord(t)] for t in "vxz"]
+    Path(f"{validation.prefix}.idx").unlink()
+    (train,) = run(tmp_path, path)
+    assert train.documents == 6
 
 
 def test_a_disk_that_fills_is_one_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,6 +116,41 @@ def test_patterns_split_as_tiktokens_own(name: str, text: str) -> None:
     assert {token: ranks + offset for token, offset in specials.items()} == theirs["special_tokens"]
 
 
+@pytest.fixture(scope="module")
+def spaced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    """A tokenizer of each pattern whose merges show where white space is split."""
+    merges = ["  ", "   ", "    ", " \n", "\n ", "\n\n", "\r\n", "\t ", " \t", " a", "  a", " !", "!\n", "!\n\n", "/\n"]
+    merges += ["\u3000", " \u3000", "\u3000 ", "\x1c ", " \x1c", " 1", "\n1", "\na", "\n!", "\ta", "\x0ba", "\x85 "]
+    tokens = [bytes([i]) for i in range(256)] + [b"\xe3\x80", b"\xc2\x85"] + [m.encode() for m in merges]
+    path = tmp_path_factory.mktemp("spaced") / "spaced.tiktoken"
+    path.write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % i for i, t in enumerate(tokens)))
+    return {p: build_tokenizer(TokenizerConfig(type="tiktoken", model=str(path), pattern=p)) for p in PATTERNS}
+
+
+@settings(max_examples=400, deadline=None)
+@given(text=st.text(st.sampled_from("   \n\r\t\x0b\x1c\x85\u3000aS1!/'é"), max_size=30))
+def test_white_space_that_is_split_apart_from_the_rest_gives_the_same_ids(
+    spaced: dict[str, Tokenizer], text: str
+) -> None:
+    whole = {pattern: tokenizer.encode(text) for pattern, tokenizer in spaced.items()}
+    for least in (2, 3, 5):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tokenizers_module, "_LONG_SPACE", least)
+            for pattern, tokenizer in spaced.items():
+                assert tokenizer.encode(text) == whole[pattern], (pattern, least)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_megabytes_of_spaces_are_a_text_like_any_other(spaced: dict[str, Tokenizer], pattern: str) -> None:
+    tokenizer, spaces = spaced[pattern], " " * 1_000_100
+    long, after, four = tokenizer.encode("a" + spaces + "a"), tokenizer.encode(" a"), tokenizer.encode("    ")
+    assert len(four) == len(after) == 1
+    assert long[:1] + long[-1:] == tokenizer.encode("a") + after
+    assert len(long) < len(spaces)  # merged over its whole length
+    assert tokenizer.decode(long) == "a" + spaces + "a"
+    assert tokenizer.decode(tokenizer.encode("a\n" + spaces)) == "a\n" + spaces
+
+
 @pytest.mark.skipif("ESSH_GPT2_RANKS" not in os.environ, reason="ESSH_GPT2_RANKS names no r50k_base.tiktoken")
 def test_gpt2_has_its_published_ids() -> None:
     config = TokenizerConfig(type="tiktoken", model=os.environ["ESSH_GPT2_RANKS"], pattern="gpt2")
@@ -232,9 +267,12 @@ def test_a_sentencepiece_model_without_an_end_is_refused(tmp_path: Path) -> None
 def test_an_id_that_stands_for_nothing_is_refused(lossless: list[Tokenizer], sentencepiece_file: Path) -> None:
     sentencepiece = build_tokenizer(TokenizerConfig(type="sentencepiece", model=str(sentencepiece_file)))
     for tokenizer in [*lossless, sentencepiece]:
-        for token in (-1, tokenizer.vocab_size):
+        for token in (-1, tokenizer.vocab_size, 2**40):
+            assert not tokenizer.has(token)
             with pytest.raises(UserError, match=f"token id {token} stands for no token"):
                 tokenizer.decode([5, token])
+        assert tokenizer.has(5)
+        assert tokenizer.has(tokenizer.eod)
 
 
 def test_building_and_using_a_tokenizer_opens_no_connection(

@@ -72,6 +72,12 @@ def test_errors_keep_their_kind_and_their_place(work: ModuleType, workers: int) 
         assert len(taken) == 5
 
 
+def test_what_is_no_exception_is_told_and_not_taken_for_a_death(work: ModuleType) -> None:
+    with pytest.raises(RuntimeError, match="a panic of a native library"):
+        list(map_in_order(work.fail_at, (5, "panic"), range(100), 2))
+    assert active_children() == []
+
+
 def test_closing_early_ends_every_worker(work: ModuleType) -> None:
     with closing(map_in_order(work.squarer, (0.0,), range(10**9), 2)) as results:
         assert next(results)[0] == 0

@@ -18,7 +18,7 @@ from megatron_essh.data.tokenizer_reference import TokenizerReference
 from megatron_essh.elastic.capacity import Capacity
 from megatron_essh.errors import UserError
 from megatron_essh.evaluation.data import open_evaluation_data
-from megatron_essh.evaluation.perplexity import Windows, score, scored_bytes
+from megatron_essh.evaluation.perplexity import Score, Windows, score, scored_bytes
 from megatron_essh.export.provenance import Provenance
 
 
@@ -158,6 +158,12 @@ def test_a_model_that_blew_up_is_told(model, byte_pair):
     model.final_norm.weight.fill_(math.nan)
     with pytest.raises(UserError, match="batch 0: the model's likelihood is not finite"):
         score(model, Windows(IndexedDataset(byte_pair.prefix), 16, 4))
+
+
+def test_a_perplexity_that_no_float_holds_is_infinite():
+    assert Score(total=7090.0, tokens=10).perplexity == pytest.approx(math.exp(709))
+    assert Score(total=7100.0, tokens=10).perplexity == math.inf
+    assert Score(total=1e12, tokens=10).nll == 1e11
 
 
 def provenance(tokenizer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from megatron_essh.elastic.capacity import Capacity, parse_capacity, tier_capacities
 from megatron_essh.errors import UserError
 from megatron_essh.export.folder import read_export
+from megatron_essh.export.staging import staging_folder
 from megatron_essh.export.tiers import export_tier
 from megatron_essh.model.accounting import parameter_counts
 from megatron_essh.model.loading import open_model, open_tensors
@@ -182,6 +184,41 @@ def test_a_full_disk_leaves_nothing_and_keeps_what_was_there(limit, run, tmp_pat
     assert [p.name for p in place.parent.iterdir()] == ["place"]
     assert file_sha256(place / "export.json") == before
     read_export(place)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import megatron_essh.export.tiers as tiers
+from megatron_essh.model.loading import open_tensors
+tiers._check = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
+tiers.export_tier(*open_tensors(sys.argv[1]), "T4", Path(sys.argv[2]))
+"""
+
+
+def test_what_a_killed_export_left_is_cleared_by_the_next(run, tmp_path):
+    place = tmp_path / "exports" / "T4"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", KILLED, str(run.folder), str(place)], env=environment, check=False)
+    assert done.returncode == -signal.SIGKILL
+    left = [p.name for p in place.parent.rglob("*")]
+    assert "model.safetensors" in left  # it was killed in the midst of it
+    assert not place.exists()
+    assert export(run.folder, "T4", place)[1]
+    assert [p.name for p in place.parent.iterdir()] == ["T4"]
+    read_export(place)
+
+
+def test_two_exports_to_one_place_at_once_are_told_apart(run, tmp_path):
+    place = tmp_path / "exports" / "T4"
+    with staging_folder(place) as staging:
+        (staging / "new").mkdir()
+        with pytest.raises(UserError, match="T4: another process is writing an export there"):
+            export(run.folder, "T4", place)
+        assert (staging / "new").is_dir()
+        assert export(run.folder, "T4", place.with_name("T1"))[1]
+    assert [p.name for p in place.parent.iterdir()] == ["T1"]
+    assert export(run.folder, "T4", place)[1]
 
 
 def test_a_failed_check_leaves_nothing(run, tmp_path, monkeypatch):

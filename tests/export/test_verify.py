@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_essh.errors import UserError
 from megatron_essh.export.tiers import export_tier
-from megatron_essh.export.verify import verify_export
+from megatron_essh.export.verify import CHECKS, RandomTokens, verify_export
 from megatron_essh.model.loading import open_tensors
 from megatron_essh.training.checkpoint.files import file_sha256
 
@@ -28,7 +28,9 @@ def export(run, tmp_path):
 
 
 def failures(*args):
-    return {check.name: check.detail for check in verify_export(*args, batches=2, length=33) if not check.passed}
+    checks = verify_export(*args, tokens=RandomTokens(batches=2, length=33))
+    assert [check.name for check in checks] == list(CHECKS)
+    return {check.name: check.detail for check in checks if not check.passed}
 
 
 def rewrite(export, change, *, keep_hash=False):
@@ -53,16 +55,7 @@ def nudge(name, index=-1):
 
 def test_a_good_export_passes_every_check(export):
     checks = verify_export(export)
-    assert [c.name for c in checks] == [
-        "files",
-        "source",
-        "config",
-        "names",
-        "parameters",
-        "tensors",
-        "logits",
-        "decoding",
-    ]
+    assert [c.name for c in checks] == list(CHECKS)
     assert all(c.passed for c in checks), checks
 
 
@@ -138,13 +131,53 @@ def test_a_source_that_moved_is_found_with_its_new_place(export, run, tmp_path):
     assert failures(export, tmp_path / "elsewhere") == {}
 
 
-def test_a_truncated_export_is_an_error_with_a_name(export):
-    content = (export / "model.safetensors").read_bytes()
-    (export / "model.safetensors").write_bytes(content[:-100])
-    with pytest.raises(UserError, match=r"model\.safetensors: not a readable safetensors file"):
-        verify_export(export)
+def cut_off(file, count):
+    file.write_bytes(file.read_bytes()[:count])
 
 
-def test_verification_of_nothing_is_refused(export):
-    with pytest.raises(UserError, match="at least 1 batch"):
-        verify_export(export, batches=0)
+def without_a_key(file):
+    record = json.loads(file.read_text())
+    del record["sha256"]
+    file.write_text(json.dumps(record))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("model.safetensors", lambda file: file.unlink(), "missing"),
+        ("model.safetensors", lambda file: cut_off(file, -100), "bytes where export.json records"),
+        ("model.safetensors", lambda file: cut_off(file, 0), "0 bytes where export.json records"),
+        ("config.yaml", lambda file: file.unlink(), "missing"),
+        ("config.yaml", lambda file: cut_off(file, 40), "changed since the export"),
+        ("export.json", lambda file: cut_off(file, 40), "not valid JSON"),
+        ("export.json", without_a_key, "missing key sha256"),
+    ],
+)
+def test_a_file_that_is_missing_or_cut_off_fails_the_check_of_files(name, damage, message, export):
+    damage(export / name)
+    found = failures(export)
+    assert set(found) == set(CHECKS)
+    assert name in found["files"]
+    assert message in found["files"]
+    assert all("not run" in found[check] for check in CHECKS[1:])
+
+
+@pytest.mark.parametrize("content", [None, "{}", '{"format": "something else"}'])
+def test_what_is_no_export_is_an_error(content, tmp_path):
+    if content is not None:
+        (tmp_path / "export.json").write_text(content)
+    with pytest.raises(UserError, match=r"not (an export|the record)"):
+        verify_export(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"batches": 0}, {"length": 0}, {"length": 10**20}, {"seed": -1}, {"seed": 2**63}, {"seed": 10**20}]
+)
+def test_impossible_comparisons_are_refused_by_name(settings):
+    (name, value), *_ = settings.items()
+    with pytest.raises(UserError, match=f"{name}: {value} must lie in"):
+        RandomTokens(**settings)
+
+
+def test_the_largest_seed_works(export):
+    assert all(c.passed for c in verify_export(export, tokens=RandomTokens(batches=1, length=3, seed=2**63 - 1)))

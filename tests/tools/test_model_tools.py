@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from megatron_essh.config import TokenizerConfig
 from megatron_essh.data.indexed_dataset import IndexedDataset
 from megatron_essh.evaluation.perplexity import Windows, score
 from megatron_essh.model.loading import open_model
+from megatron_essh.training.checkpoint import load_checkpoint, save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -162,6 +166,103 @@ def test_a_changed_export_fails_verification_with_status_1(run, tmp_path, comman
     assert f"FAILED: {tmp_path / 'T1'}" in done.stdout
 
 
+def test_every_export_of_a_list_is_looked_at(run, tmp_path, command):
+    command("tools/export_tiers.py", run.folder, "--tier", "T1", "--tier", "T4", "--output", tmp_path)
+    (tmp_path / "T1/model.safetensors").unlink()
+    few = ("--length", 9, "--batches", 1)
+    done = command("tools/verify_export.py", tmp_path / "T1", tmp_path / "T4", *few)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr == ""
+    assert "verified: 1 export\n" in done.stdout
+    assert done.stdout.endswith(f"FAILED: {tmp_path / 'T1'}\n")
+    done = command("tools/verify_export.py", tmp_path, tmp_path / "T4", tmp_path / "T1", *few)
+    failed(done, "not an export")
+    assert f"verified: 1 export\nFAILED: {tmp_path / 'T1'}\nNOT VERIFIED: {tmp_path}\n" in done.stdout
+
+
+def test_an_impossible_seed_is_one_line(run, tmp_path, command):
+    command("tools/export_tiers.py", run.folder, "--tier", "T1", "--output", tmp_path)
+    failed(command("tools/verify_export.py", tmp_path / "T1", "--seed", 99999999999999999999), "seed: 9999")
+
+
+def test_an_export_that_was_moved_generates_by_itself(write_run, tiny_config, tmp_path, command):
+    from tokenizers import ByteLevelBPETokenizer
+
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(["abc"], vocab_size=257, special_tokens=["<|endoftext|>"], show_progress=False)
+    bpe.save(str(tmp_path / "words.json"))
+    named = TokenizerConfig(type="huggingface", model=str(tmp_path / "words.json"))
+    run = write_run(config=replace(tiny_config, data=replace(tiny_config.data, tokenizer=named)))
+    words = ("tools/export_tiers.py", run.folder, "--tier", "T4", "--output")
+    done = command(*words, tmp_path / "exports")
+    assert f"tokenizer: {tmp_path / 'words.json'}, copied to tokenizer.json" in done.stdout
+    done = command(*words, tmp_path / "bare", "--no-tokenizer")
+    assert "tokenizer:" not in done.stdout
+
+    (tmp_path / "words.json").rename(tmp_path / "moved.json")
+    shutil.move(tmp_path / "exports/T4", tmp_path / "elsewhere")
+    shutil.rmtree(run.folder)
+    few = ("--prompt", "a", "--max-new-tokens", 3, "--seed", 1)
+    moved = command("tools/generate.py", tmp_path / "elsewhere", *few)
+    assert moved.returncode == 0, moved.stderr
+    failed(command("tools/generate.py", tmp_path / "bare/T4", *few), "words.json: cannot be read")
+    given = command("tools/generate.py", tmp_path / "bare/T4", *few, "--tokenizer-model", tmp_path / "moved.json")
+    assert given.stdout == moved.stdout
+
+
+def test_a_tokenizer_that_is_not_there_is_told_and_left_out(write_run, tiny_config, tmp_path, command):
+    (tmp_path / "words.json").write_text(
+        json.dumps({"version": "1.0", "model": {"type": "WordLevel", "vocab": {"</s>": 0, "a": 1}, "unk_token": "a"}})
+    )
+    named = TokenizerConfig(type="huggingface", model=str(tmp_path / "words.json"))
+    run = write_run(config=replace(tiny_config, data=replace(tiny_config.data, tokenizer=named)))
+    (tmp_path / "words.json").unlink()
+    done = command("tools/export_tiers.py", run.folder, "--tier", "T4", "--output", tmp_path / "exports")
+    assert done.returncode == 0
+    assert "warning: the exports carry no tokenizer: " in done.stderr
+    assert "words.json: cannot be read" in done.stderr
+    assert not (tmp_path / "exports/T4/tokenizer.json").exists()
+
+
+@pytest.mark.parametrize(("steps", "unfinished"), [(7, False), (12_000, True)])
+def test_an_export_says_how_far_its_run_had_come(
+    steps, unfinished, write_run, byte_pair, tiny_config, tmp_path, command
+):
+    run = write_run(config=replace(tiny_config, training=replace(tiny_config.training, steps=steps)))
+    done = command("tools/export_tiers.py", run.folder, "--tier", "T4", "--output", tmp_path / "exports")
+    assert f"step 7 of {steps:,})" in done.stdout
+    assert ("the model of an unfinished run" in done.stderr) == unfinished
+    # What is cut from such an export is no more finished than it.
+    done = command("tools/export_tiers.py", tmp_path / "exports/T4", "--tier", "T1", "--output", tmp_path / "exports")
+    assert ("step 7 of 12,000: the model of an unfinished run" in done.stderr) == unfinished
+
+
+def test_a_refinements_steps_are_its_own(write_run, byte_pair, tiny_config, tmp_path, command):
+    run = write_run(config=replace(tiny_config, refinement=replace(tiny_config.refinement, steps=8)))
+    tensors, values = load_checkpoint(run.checkpoint)
+    save_checkpoint(run.checkpoint.parent, 8, tensors, {**values, "stage": "refine", "step": 8}, keep_last=1)
+    done = command("tools/export_tiers.py", run.folder, "--tier", "T4", "--output", tmp_path / "exports")
+    assert "refine, step 8 of 8)" in done.stdout
+    assert done.stderr == ""
+
+
+def test_a_perplexity_beyond_every_float_is_null(run, byte_pair, tmp_path, command):
+    tensors, values = load_checkpoint(run.checkpoint)
+    tensors["model.final_norm.weight"] *= 1e5
+    save_checkpoint(run.checkpoint.parent, 8, tensors, values, keep_last=1)
+    figures = tmp_path / "figures.json"
+    words = ("--data", byte_pair.prefix, "--batches", 1, "--json", figures)
+    done = command("tools/evaluate.py", "perplexity", run.folder, *words)
+    assert done.returncode == 0, done.stderr
+    assert " inf " in done.stdout
+    row = json.loads(figures.read_text())
+    assert row["nll"] > 710
+    assert row["perplexity"] is None
+    assert row["bits_per_byte"] > 1000
+    done = command("tools/plot_frontier.py", figures, "--output", tmp_path / "x.png")
+    failed(done, f"{figures}: perplexity: null, expected a number")
+
+
 def row(**changes):
     return {
         "tier": "T1",
@@ -182,8 +283,30 @@ def row(**changes):
     ("content", "message"),
     [
         ("{", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
+        ("[]", "figures.json: an empty list"),
         ("{}", "has no tier"),
-        ("[3]", "has no tier"),
+        ("[3]", "entry 0: has no tier"),
+        ("3", "has no tier"),
+        *(
+            (
+                json.dumps([row(), row(**{key: value})]),
+                f"figures.json: entry 1: {key}: {json.dumps(value)[:60]}, expected",
+            )
+            for key, values in {
+                "perplexity": (None, 0, -1.0, math.nan, math.inf, 1e-300, 1e201, 10**400, "20", True, [20.0]),
+                "parameters": ("x", 0, -5, 1.5, True, None, 10**400),
+                "step": ("q", -1, 5.0, None),
+                "sequence_length": ("long", 0),
+                "tokens": (None, 0),
+                "tier": (1, None, "\ud800"),
+                "origin": (3, None, ["/runs"]),
+                "origin_sha256": ([], {}),
+                "data": (None, 7),
+                "data_fingerprint": (4,),
+            }.items()
+            for value in values
+        ),
         (json.dumps([row(), row(data_fingerprint="c")]), "not comparable"),
         (json.dumps([row(), row(tokens=99)]), "not comparable"),
     ],
@@ -192,3 +315,16 @@ def test_figures_that_make_no_picture_are_refused(content, message, tmp_path, co
     (tmp_path / "figures.json").write_text(content)
     failed(command("tools/plot_frontier.py", tmp_path / "figures.json", "--output", tmp_path / "x.png"), message)
     assert not (tmp_path / "x.png").exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"perplexity": 1e200}, {"perplexity": 1.0}, {"perplexity": 3}, {"parameters": 10**18}, {"tier": "$\\frac$"}],
+    ids=str,
+)
+def test_strange_but_possible_figures_are_drawn(changes, tmp_path, command):
+    (tmp_path / "figures.json").write_text(json.dumps([row(), row(origin="/r/$\\q$", **changes)]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        done = command("tools/plot_frontier.py", tmp_path / "figures.json", "--output", tmp_path / "x.png")
+    assert done.returncode == 0, done.stderr

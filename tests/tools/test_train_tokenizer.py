@@ -45,6 +45,12 @@ def test_the_trained_tokenizer_is_byte_level_with_an_end(texts: Path) -> None:
     assert tokenizer.decode(tokenizer.encode(every_byte)) == every_byte
 
 
+def test_what_preprocessing_reads_can_be_trained_on(texts: Path) -> None:
+    (texts / "in" / "half.json").write_text(r'{"text": "\ud800abc and \ud83d\ude00"}')
+    done = train(texts, "t.json", "--vocab-size", "300")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_small_text_gives_a_small_vocabulary_and_says_so(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text("abab abab")
@@ -59,6 +65,7 @@ def test_a_small_text_gives_a_small_vocabulary_and_says_so(tmp_path: Path) -> No
     ("more", "message"),
     [
         (["--vocab-size", "256"], "--vocab-size 256: must be at least 257"),
+        (["--vocab-size", "1000000000000000"], "--vocab-size 1000000000000000: must be at most 10000000"),
         (["--vocab-size", "300", "--json-key", "body"], "last.jsonl: line 1: no key 'body'"),
     ],
 )

@@ -150,13 +150,18 @@ def test_bad_data_is_refused_in_words(launch, workplace) -> None:
     shutil.copy(workplace / "train.idx", f"{truncated}.idx")
     Path(f"{truncated}.bin").write_bytes((workplace / "train.bin").read_bytes()[:-2])
     refused(run(f"data.train={truncated}"), "truncated.bin")
+    refused(
+        run("training.steps=1000000000000"),
+        "training.steps: 1,000,000,000,000 steps of 4 samples: the order of 4,000,000,000,000 samples needs",
+        "GiB of memory",
+    )
     assert checkpoint_steps(out / "checkpoints") == []
 
 
-def pair_with_sidecar(prefix: Path, **changes: object) -> None:
-    """The ids 0 to 99 again and again, said to be a tokenizer's of 257 ids."""
+def pair_with_sidecar(prefix: Path, *, end: int = 256, **changes: object) -> None:
+    """The ids 0 to 99 again and again and then `end`, said to be a tokenizer's of 257 ids."""
     with IndexedDatasetWriter(prefix, np.dtype(np.uint16)) as writer:
-        writer.add_document(np.arange(3000) % 100)
+        writer.add_document(np.append(np.arange(2999) % 100, end))
     dataset = IndexedDataset(prefix)
     content = {
         "tokenizer": {"type": "byte", "model": None, "pattern": "gpt2"},
@@ -166,7 +171,7 @@ def pair_with_sidecar(prefix: Path, **changes: object) -> None:
         "eod": 256,
         "documents": 1,
         "tokens": 3000,
-        "largest_id": 99,
+        "largest_id": max(99, end),
         "data_fingerprint": dataset.fingerprint,
     }
     write_sidecar(prefix, content | changes)
@@ -195,6 +200,26 @@ def test_the_tokenizer_must_fit_the_model_and_be_one(launch, workplace) -> None:
         "data.document_mask",
         "end-of-document",
     )
+
+
+def test_a_document_mask_needs_documents_that_end(launch, workplace) -> None:
+    pair_with_sidecar(workplace / "endless", end=7)
+    words = ["--output", workplace / "on_endless", "--set", f"data.train={workplace}/endless", "training.steps=1"]
+    refused(
+        launch("pretrain", *words, "data.document_mask=true"),
+        "none of the first 1 documents of",
+        "endless.bin ends with the end-of-document token 256",
+        "--append-eod",
+    )
+    finished = launch("pretrain", *words)
+    assert finished.status == 0, finished.output
+
+
+@pytest.mark.parametrize("which", ["train", "validation"])
+def test_a_sidecar_of_another_pair_is_refused(launch, workplace, which) -> None:
+    pair_with_sidecar(workplace / "foreign", data_fingerprint="c" * 64)
+    words = ["--output", workplace / "on_foreign", "--set", f"data.{which}={workplace}/foreign"]
+    refused(launch("pretrain", *words), "foreign.json: describes another pair than", "foreign.bin")
 
 
 def test_a_broken_step_ends_the_run_and_the_last_checkpoint_stays(launch, pretrained, workplace) -> None:
@@ -247,7 +272,16 @@ def test_environments_and_devices_that_cannot_be_are_refused(launch, workplace) 
     if not torch.cuda.is_available():
         refused(launch("pretrain", "--output", out, "--set", "training.device=cuda"), "training.device: cuda")
     refused(launch("pretrain", "--output", workplace / "config.yaml"), "training.output", "is a file")
+    refused(launch("pretrain", "--output", ""), "training: output is empty")
+    refused(launch("refine", "--from", workplace, "--output", ""), "training: output is empty")
     refused(launch("pretrain", "--set", "training.stepz=3"), "unknown key training.stepz")
+
+
+def test_an_output_folder_may_have_any_name(launch, workplace) -> None:
+    folder = workplace / "\N{FOX FACE} \"'\\: #"
+    finished = launch("pretrain", "--output", folder, "--set", "training.steps=1", "training.validate_every=0")
+    assert finished.status == 0, finished.output
+    assert load_config(folder / "config.yaml").training.output == str(folder)
 
 
 def test_the_deepspeed_launchers_rank_argument_is_accepted(launch, workplace) -> None:
@@ -265,6 +299,7 @@ def test_refinement_starts_from_the_named_checkpoint_with_fresh_moments(launch, 
     finished = launch("refine", "--from", source, "--set", *still, "--output", folder, hook=hook)
     assert finished.status == 0, finished.output
     assert f"refining {source}, step 36" in finished.output
+    assert f"warning: {source}: step 36 of 40: pretraining is not finished" in finished.output
     tensors, values = load_checkpoint(folder / "checkpoints" / "step_00000001")
     original, _ = load_checkpoint(source)
     parameters = [key for key in original if key.startswith("model.")]

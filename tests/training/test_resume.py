@@ -184,6 +184,47 @@ def test_a_stop_between_two_saves_finishes_the_step_and_continues_the_same(launc
     assert_same_run(pretrained, folder)
 
 
+@pytest.mark.parametrize("killed_in", ["nothing", "its validation", "the step after it"])
+def test_a_stop_does_not_wait_for_a_validation_which_the_next_process_makes_up(
+    launch, pretrained, workplace, killed_in
+) -> None:
+    folder = workplace / f"asked_before_a_validation_{killed_in}"
+    finished = launch("pretrain", "--output", folder, hook=in_step("step", 20, "before").replace("SIGKILL", "SIGTERM"))
+    assert finished.status == 0, finished.output
+    assert "validation after step 10" in finished.output
+    assert "validation after step 20" not in finished.output
+    assert checkpoint_steps(folder / "checkpoints")[0] == 20
+    if killed_in != "nothing":
+        hook = in_step("evaluate", 2, "after") if killed_in == "its validation" else in_step("step", 1, "after")
+        assert launch("pretrain", "--output", folder, hook=hook).status == -signal.SIGKILL
+    finished = launch("pretrain", "--output", folder)
+    assert finished.status == 0, finished.output
+    assert finished.output.index("continuing from") < finished.output.index("validation after step 20")
+    assert_same_run(pretrained, folder)
+
+
+def test_a_stop_in_the_last_step_ends_a_whole_run(launch, pretrained, workplace) -> None:
+    folder = workplace / "asked_at_the_end"
+    finished = launch("pretrain", "--output", folder, hook=in_step("step", 40, "before").replace("SIGKILL", "SIGTERM"))
+    assert finished.status == 0, finished.output
+    assert "done: 40 steps" in finished.output
+    assert_same_run(pretrained, folder)
+
+
+NOBODY_READS = "import os\nreader, writer = os.pipe()\nos.close(reader)\nos.dup2(writer, 1)\nos.dup2(writer, 2)\n"
+
+
+def test_output_that_nobody_reads_ends_no_run_and_hinders_no_stop(launch, pretrained, workplace) -> None:
+    """As in `... 2>&1 | tee log`, when Ctrl-C ends tee too, and in `... | head -3`."""
+    folder = workplace / "unread"
+    stop = in_step("step", 9, "before").replace("SIGKILL", "SIGINT")
+    assert launch("pretrain", "--output", folder, hook=NOBODY_READS + stop).status == 0
+    assert checkpoint_steps(folder / "checkpoints") == [9, 6]
+    assert launch("pretrain", "--output", folder, hook=NOBODY_READS).status == 0
+    assert_same_run(pretrained, folder)
+    assert launch("pretrain", "--output", folder, "--set", "model.modes=8", hook=NOBODY_READS).status == 2
+
+
 def test_a_stop_in_a_save_or_before_the_first_step_saves_nothing_twice(launch, workplace) -> None:
     folder = workplace / "asked_in_save"
     hook = in_save("folder", "_publish", 1, "after").replace("SIGKILL", "SIGTERM")
