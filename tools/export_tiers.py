@@ -19,9 +19,9 @@ from megatron_essh.config import RunConfig
 from megatron_essh.elastic.capacity import parse_capacity
 from megatron_essh.errors import UserError, run_command
 from megatron_essh.export.folder import TOKENIZER_FILES
+from megatron_essh.export.loading import open_tensors
 from megatron_essh.export.provenance import Provenance
 from megatron_essh.export.tiers import export_tier, tokenizer_content
-from megatron_essh.model.loading import open_tensors
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from megatron_essh.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerReference:
-    """Which tokenizer made the ids that a model was trained on. Its file stays where it is."""
+    """Which tokenizer made the ids that a model was trained on."""
 
     config: TokenizerConfig
     """Type and file; the path is absolute."""

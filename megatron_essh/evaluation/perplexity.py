@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron_essh.data.indexed_dataset import IndexedDataset, check_token_ids
+from megatron_essh.data.indexed_dataset import IndexedDataset, check_ids, check_token_ids
 from megatron_essh.data.packing import IGNORED, next_token_task
 from megatron_essh.data.tokenizers import Tokenizer
 from megatron_essh.elastic.capacity import Capacity
@@ -91,8 +91,9 @@ class Windows:
                 "use more data or a shorter --sequence-length"
             )
         if vocab_size is not None:
-            check_token_ids(dataset, vocab_size)
-        self._tokens = dataset.flat
+            check_token_ids(dataset, vocab_size, trust_sidecar=True)  # the rest as it is served
+        self._dataset = dataset
+        self._vocab_size = vocab_size
         self._length = sequence_length
         self._batch = batch
         whole = (dataset.tokens - 1) // sequence_length
@@ -107,9 +108,14 @@ class Windows:
         length = self._length
         for first in range(0, self._whole, self._batch):
             starts = range(first * length, min(first + self._batch, self._whole) * length, length)
-            yield np.stack([self._tokens[start : start + length + 1] for start in starts]).astype(np.int64)
+            yield self._checked(np.stack([self._dataset.flat[start : start + length + 1] for start in starts]))
         if self._rest:
-            yield self._tokens[None, self._whole * length :].astype(np.int64)
+            yield self._checked(self._dataset.flat[None, self._whole * length :])
+
+    def _checked(self, tokens: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        if self._vocab_size is not None:
+            check_ids(self._dataset, tokens, self._vocab_size)
+        return tokens.astype(np.int64)
 
 
 def score(

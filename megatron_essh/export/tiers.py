@@ -12,10 +12,10 @@ from megatron_essh.config import RunConfig
 from megatron_essh.elastic.capacity import parse_capacity
 from megatron_essh.errors import UserError
 from megatron_essh.export.folder import ExportRecord, read_export, write_export
+from megatron_essh.export.loading import build_model, open_tokenizer
 from megatron_essh.export.provenance import Provenance
 from megatron_essh.export.slice import slice_config, slice_tensors
 from megatron_essh.model.accounting import parameter_counts
-from megatron_essh.model.loading import build_model, open_tokenizer
 
 
 def export_tier(

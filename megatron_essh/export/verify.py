@@ -17,11 +17,11 @@ from megatron_essh.config import ModelConfig
 from megatron_essh.elastic.capacity import Capacity
 from megatron_essh.errors import UserError
 from megatron_essh.export.folder import DamagedExport, ExportRecord, find_damage, read_export, read_record
+from megatron_essh.export.loading import build_model, open_tensors
 from megatron_essh.export.provenance import Provenance
 from megatron_essh.export.slice import kept_rows, slice_config
 from megatron_essh.model.accounting import parameter_counts
 from megatron_essh.model.language_model import LanguageModel
-from megatron_essh.model.loading import build_model, open_tensors
 
 STEPS = 5
 """Tokens that the decoding check takes in one by one after the prompt."""

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from megatron_essh.elastic.capacity import Capacity, parse_capacity, tier_capacities
 from megatron_essh.errors import UserError
 from megatron_essh.export.folder import read_export
+from megatron_essh.export.loading import open_model, open_tensors
 from megatron_essh.export.staging import staging_folder
 from megatron_essh.export.tiers import export_tier
 from megatron_essh.model.accounting import parameter_counts
-from megatron_essh.model.loading import open_model, open_tensors
 from megatron_essh.training.checkpoint.files import file_sha256
 
 
@@ -156,7 +156,7 @@ SMALL_DISK = """
 import resource, signal, sys
 from pathlib import Path
 from megatron_essh.export.tiers import export_tier
-from megatron_essh.model.loading import open_tensors
+from megatron_essh.export.loading import open_tensors
 from megatron_essh.errors import UserError
 opened = open_tensors(sys.argv[1])
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write past the limit is then an error, as on a full disk
@@ -190,7 +190,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import megatron_essh.export.tiers as tiers
-from megatron_essh.model.loading import open_tensors
+from megatron_essh.export.loading import open_tensors
 tiers._check = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
 tiers.export_tier(*open_tensors(sys.argv[1]), "T4", Path(sys.argv[2]))
 """

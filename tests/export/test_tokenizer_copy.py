@@ -14,9 +14,9 @@ from megatron_essh.config import TokenizerConfig
 from megatron_essh.data.tokenizers import build_tokenizer
 from megatron_essh.errors import UserError
 from megatron_essh.export.folder import read_export
+from megatron_essh.export.loading import open_model, open_tensors, open_tokenizer
 from megatron_essh.export.tiers import export_tier, tokenizer_content
 from megatron_essh.export.verify import verify_export
-from megatron_essh.model.loading import open_model, open_tensors, open_tokenizer
 from megatron_essh.training.checkpoint.files import file_sha256
 
 TEXT = "Zwölf Boxkämpfer jagen Viktor"

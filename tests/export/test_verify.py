@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_essh.errors import UserError
+from megatron_essh.export.loading import open_tensors
 from megatron_essh.export.tiers import export_tier
 from megatron_essh.export.verify import CHECKS, RandomTokens, verify_export
-from megatron_essh.model.loading import open_tensors
 from megatron_essh.training.checkpoint.files import file_sha256
 
 

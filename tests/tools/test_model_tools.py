@@ -17,7 +17,7 @@ import pytest
 from megatron_essh.config import TokenizerConfig
 from megatron_essh.data.indexed_dataset import IndexedDataset
 from megatron_essh.evaluation.perplexity import Windows, score
-from megatron_essh.model.loading import open_model
+from megatron_essh.export.loading import open_model
 from megatron_essh.training.checkpoint import load_checkpoint, save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
