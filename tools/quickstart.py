@@ -83,7 +83,7 @@ def main() -> int:
     for tier, figure in zip(TIERS, figures, strict=True):
         extent = {"batches": 4 if args.short else 40, "batch_size": 8}
         run("evaluate", "tools/evaluate.py", "perplexity", exports / tier, data=validation, **extent, json=figure)
-    start = {"unconditional": True} if args.corpus else {"prompt": "def "}
+    start = {"unconditional": True} if args.corpus else {"prompt": "def __init__(self"}
     for tier in TIERS:
         draw = {"max_new_tokens": 48, "temperature": 0.8, "top_p": 0.95, "seed": 1}
         run("sample", "tools/generate.py", exports / tier, **start, **draw)
