@@ -11,6 +11,7 @@ from typing import Literal
 
 from megatron_essh.config.model import LARGEST_SEED, ModelConfig
 
+Recompute = Literal["none", "selective", "block"]
 TokenizerType = Literal["byte", "tiktoken", "sentencepiece", "huggingface"]
 
 
@@ -174,6 +175,8 @@ class TrainingConfig:
     """Seed of initialisation, data order and plan."""
     loss_chunk: int | None = 4096
     """Positions whose logits exist at one time; None evaluates all at once."""
+    recompute: Recompute = "none"
+    """What the backward pass computes anew to save memory: feed-forward layers (`selective`) or whole blocks."""
     validate_every: int = 500
     """Steps between validations; 0 never validates."""
     validation_batches: int = 16

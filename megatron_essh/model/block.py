@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron_essh.config import ModelConfig
+from megatron_essh.config.components import Recompute
+from megatron_essh.elastic.capacity import Capacity
 from megatron_essh.model.attention import WindowAttention
 from megatron_essh.model.feed_forward import FeedForward
 from megatron_essh.model.mixer import SpectralMixer
+from megatron_essh.model.prefix import GradientScale
 
 
 class Block(nn.Module):
     """The modules of one block. `mixer` or `attention` is there, by the block's place in the config.
 
-    The two ways through a block, whole sequences and tokens that continue a state, stand in `LanguageModel`.
+    `forward` takes whole sequences; tokens that continue a state go through the modules in `LanguageModel`.
     """
 
     mixer: SpectralMixer | None
@@ -27,3 +34,78 @@ class Block(nn.Module):
         self.attention = WindowAttention(config) if attends else None
         self.ff_norm = nn.RMSNorm(config.d_model, eps=config.eps)
         self.feed_forward = FeedForward(config)
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        capacity: Capacity,
+        table: tuple[Tensor, Tensor],
+        *,
+        documents_BT: Tensor | None,
+        scale: GradientScale,
+        observe: Callable[[Tensor], None] | None,
+        recompute: Recompute,
+    ) -> Tensor:
+        """The residual stream x_BTD after this block.
+
+        `recompute` says what the backward pass computes anew instead of keeping it: `block` all of the block,
+        `selective` the feed-forward part, whose activations are the largest. `observe` is called once in any case.
+        """
+        observe = None if observe is None else _Once(observe)
+        if recompute == "block":
+            return run_again(self._mix_and_feed, x_BTD, capacity, table, documents_BT, scale, observe)
+        x_BTD = self._mix(x_BTD, capacity, table, documents_BT, scale)
+        if recompute == "selective":
+            return run_again(self._feed, x_BTD, capacity, scale, observe)
+        return self._feed(x_BTD, capacity, scale, observe)
+
+    def _mix_and_feed(
+        self,
+        x_BTD: Tensor,
+        capacity: Capacity,
+        table: tuple[Tensor, Tensor],
+        documents_BT: Tensor | None,
+        scale: GradientScale,
+        observe: Callable[[Tensor], None] | None,
+    ) -> Tensor:
+        return self._feed(self._mix(x_BTD, capacity, table, documents_BT, scale), capacity, scale, observe)
+
+    def _mix(
+        self,
+        x_BTD: Tensor,
+        capacity: Capacity,
+        table: tuple[Tensor, Tensor],
+        documents_BT: Tensor | None,
+        scale: GradientScale,
+    ) -> Tensor:
+        u_BTD = self.mixer_norm(x_BTD)
+        if self.mixer is not None:
+            y_BTD, _ = self.mixer(u_BTD, capacity.channels, gradient_scale=scale.mixer, documents_BT=documents_BT)
+        else:
+            assert self.attention is not None
+            y_BTD = self.attention(u_BTD, table, documents_BT=documents_BT)
+        return x_BTD + y_BTD
+
+    def _feed(
+        self, x_BTD: Tensor, capacity: Capacity, scale: GradientScale, observe: Callable[[Tensor], None] | None
+    ) -> Tensor:
+        return x_BTD + self.feed_forward(
+            self.ff_norm(x_BTD), capacity.ff_width, gradient_scale=scale.feed_forward, observe=observe
+        )
+
+
+def run_again(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """`function(*arguments)`, keeping its inputs alone: the backward pass runs it again. Nothing here is random."""
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+
+
+class _Once:
+    """Passes on the first call only: a recomputed forward pass is not observed."""
+
+    def __init__(self, observe: Callable[[Tensor], None]) -> None:
+        self._observe: Callable[[Tensor], None] | None = observe
+
+    def __call__(self, units_BTN: Tensor) -> None:
+        if self._observe is not None:
+            self._observe(units_BTN)
+            self._observe = None

@@ -7,12 +7,14 @@ continue a `ModelState`. Both take a `Capacity` and run the smaller tensors, as 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_essh.config import ModelConfig
+from megatron_essh.config.components import Recompute
 from megatron_essh.elastic.capacity import Capacity, full_capacity
 from megatron_essh.errors import UserError
 from megatron_essh.model.attention import rotary_table
@@ -33,6 +35,8 @@ class LanguageModel(nn.Module):
     def __init__(self, config: ModelConfig, *, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.config = config
+        self.recompute: Recompute = "none"
+        """What `hidden` computes anew in the backward pass instead of keeping it; the engine sets it."""
         self.embedding = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.d_model), freeze=False)
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.n_layers))
         self.final_norm = nn.RMSNorm(config.d_model, eps=config.eps)
@@ -99,18 +103,14 @@ class LanguageModel(nn.Module):
         x_BTD = self.embedding(tokens_BT)
         table = self._rotary(torch.arange(tokens_BT.shape[1], device=tokens_BT.device))
         for layer, block in enumerate(self._blocks()):
-            u_BTD = block.mixer_norm(x_BTD)
-            if block.mixer is not None:
-                y_BTD, _ = block.mixer(u_BTD, capacity.channels, gradient_scale=scale.mixer, documents_BT=documents_BT)
-            else:
-                assert block.attention is not None
-                y_BTD = block.attention(u_BTD, table, documents_BT=documents_BT)
-            x_BTD = x_BTD + y_BTD
-            x_BTD = x_BTD + block.feed_forward(
-                block.ff_norm(x_BTD),
-                capacity.ff_width,
-                gradient_scale=scale.feed_forward,
-                observe=None if observe is None else _bind(observe, layer),
+            x_BTD = block(
+                x_BTD,
+                capacity,
+                table,
+                documents_BT=documents_BT,
+                scale=scale,
+                observe=None if observe is None else partial(observe, layer),
+                recompute=self.recompute,
             )
         return self.final_norm(x_BTD)
 
@@ -234,7 +234,3 @@ class LanguageModel(nn.Module):
             x_BTD = x_BTD + y_BTD
             x_BTD = x_BTD + block.feed_forward(block.ff_norm(x_BTD), capacity.ff_width)
         return self.final_norm(x_BTD)
-
-
-def _bind(observe: Observer, layer: int) -> Callable[[Tensor], None]:
-    return lambda units_BTN: observe(layer, units_BTN)

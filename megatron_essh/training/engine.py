@@ -71,6 +71,7 @@ class NativeEngine:
         if config.data.document_mask and eod is None:
             raise UserError("data.document_mask is true, but the tokenizer's end-of-document id is not known")
         self.model = model.to(device)
+        self.model.recompute = config.training.recompute
         self.config = config
         self.stage = stage
         self.device = device

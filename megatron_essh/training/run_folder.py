@@ -26,6 +26,7 @@ MAY_CHANGE = (
     "training.output",
     "training.device",
     "training.threads",
+    "training.recompute",
     "checkpoint.",
     "data.train",  # the data's fingerprint decides: a moved copy continues the run, other data is refused
     "data.validation",

@@ -287,3 +287,22 @@ def test_learning_rate_warms_up_linearly_and_falls_along_a_cosine():
     assert rates[-1] == pytest.approx(0.1)
     assert rates[54] == pytest.approx(0.1 + 0.9 * 0.5)
     assert learning_rate(0, peak=2.0, steps=1, warmup_fraction=0.0, final_fraction=0.0) == 0.0
+
+
+@pytest.mark.parametrize("recompute", ["selective", "block"])
+def test_recomputation_changes_no_bit_of_a_step_and_observes_nothing_twice(recompute):
+    elastic = {"full_share": 0.5, "ordering_interval": 2}
+    kept, anew = (make_engine(make_config(elastic, {"recompute": how})) for how in ("none", recompute))
+    for step in range(3):
+        assert kept.train_step(step, batch(step)) == anew.train_step(step, batch(step))
+    for name, tensor in kept.state_tensors().items():
+        assert torch.equal(tensor, anew.state_tensors()[name]), name
+
+
+@pytest.mark.parametrize(("recompute", "kept"), [("none", True), ("selective", False), ("block", False)])
+def test_recomputation_keeps_no_activation_of_the_units(recompute, kept):
+    engine = make_engine(make_config({"enabled": False}, {"recompute": recompute, "micro_batch": 2}))
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t.shape[-1]), t)[1], lambda t: t):
+        engine.model.hidden(batch(0)[:2, :-1])
+    assert (192 in saved) == kept  # the width of a feed-forward layer
