@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,6 +16,18 @@ from megatron_essh.model.attention import WindowAttention
 from megatron_essh.model.feed_forward import FeedForward
 from megatron_essh.model.mixer import SpectralMixer
 from megatron_essh.model.prefix import GradientScale
+
+
+@dataclass(frozen=True)
+class WholePass:
+    """What one pass over whole sequences gives to every block."""
+
+    capacity: Capacity
+    rotary: tuple[Tensor, Tensor]
+    """cos and sin of the positions' rotary angles."""
+    documents_BT: Tensor | None
+    """int64 document of each position; scan and attention are cut where it changes."""
+    scale: GradientScale
 
 
 class Block(nn.Module):
@@ -36,15 +49,7 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config)
 
     def forward(
-        self,
-        x_BTD: Tensor,
-        capacity: Capacity,
-        table: tuple[Tensor, Tensor],
-        *,
-        documents_BT: Tensor | None,
-        scale: GradientScale,
-        observe: Callable[[Tensor], None] | None,
-        recompute: Recompute,
+        self, x_BTD: Tensor, given: WholePass, observe: Callable[[Tensor], None] | None, recompute: Recompute
     ) -> Tensor:
         """The residual stream x_BTD after this block.
 
@@ -53,44 +58,26 @@ class Block(nn.Module):
         """
         observe = None if observe is None else _Once(observe)
         if recompute == "block":
-            return run_again(self._mix_and_feed, x_BTD, capacity, table, documents_BT, scale, observe)
-        x_BTD = self._mix(x_BTD, capacity, table, documents_BT, scale)
+            return run_again(lambda x: self._feed(self._mix(x, given), given, observe), x_BTD)
+        x_BTD = self._mix(x_BTD, given)
         if recompute == "selective":
-            return run_again(self._feed, x_BTD, capacity, scale, observe)
-        return self._feed(x_BTD, capacity, scale, observe)
+            return run_again(self._feed, x_BTD, given, observe)
+        return self._feed(x_BTD, given, observe)
 
-    def _mix_and_feed(
-        self,
-        x_BTD: Tensor,
-        capacity: Capacity,
-        table: tuple[Tensor, Tensor],
-        documents_BT: Tensor | None,
-        scale: GradientScale,
-        observe: Callable[[Tensor], None] | None,
-    ) -> Tensor:
-        return self._feed(self._mix(x_BTD, capacity, table, documents_BT, scale), capacity, scale, observe)
-
-    def _mix(
-        self,
-        x_BTD: Tensor,
-        capacity: Capacity,
-        table: tuple[Tensor, Tensor],
-        documents_BT: Tensor | None,
-        scale: GradientScale,
-    ) -> Tensor:
+    def _mix(self, x_BTD: Tensor, given: WholePass) -> Tensor:
         u_BTD = self.mixer_norm(x_BTD)
         if self.mixer is not None:
-            y_BTD, _ = self.mixer(u_BTD, capacity.channels, gradient_scale=scale.mixer, documents_BT=documents_BT)
+            y_BTD, _ = self.mixer(
+                u_BTD, given.capacity.channels, gradient_scale=given.scale.mixer, documents_BT=given.documents_BT
+            )
         else:
             assert self.attention is not None
-            y_BTD = self.attention(u_BTD, table, documents_BT=documents_BT)
+            y_BTD = self.attention(u_BTD, given.rotary, documents_BT=given.documents_BT)
         return x_BTD + y_BTD
 
-    def _feed(
-        self, x_BTD: Tensor, capacity: Capacity, scale: GradientScale, observe: Callable[[Tensor], None] | None
-    ) -> Tensor:
+    def _feed(self, x_BTD: Tensor, given: WholePass, observe: Callable[[Tensor], None] | None) -> Tensor:
         return x_BTD + self.feed_forward(
-            self.ff_norm(x_BTD), capacity.ff_width, gradient_scale=scale.feed_forward, observe=observe
+            self.ff_norm(x_BTD), given.capacity.ff_width, gradient_scale=given.scale.feed_forward, observe=observe
         )
 
 

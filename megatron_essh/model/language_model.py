@@ -18,7 +18,7 @@ from megatron_essh.config.components import Recompute
 from megatron_essh.elastic.capacity import Capacity, full_capacity
 from megatron_essh.errors import UserError
 from megatron_essh.model.attention import rotary_table
-from megatron_essh.model.block import Block
+from megatron_essh.model.block import Block, WholePass
 from megatron_essh.model.prefix import GradientScale
 from megatron_essh.model.state import ModelState, advance
 
@@ -98,20 +98,11 @@ class LanguageModel(nn.Module):
         Raises:
             UserError: the capacity is not within this model.
         """
-        capacity = self._checked(capacity)
-        scale = gradient_scale or GradientScale()
+        rotary = self._rotary(torch.arange(tokens_BT.shape[1], device=tokens_BT.device))
+        given = WholePass(self._checked(capacity), rotary, documents_BT, gradient_scale or GradientScale())
         x_BTD = self.embedding(tokens_BT)
-        table = self._rotary(torch.arange(tokens_BT.shape[1], device=tokens_BT.device))
         for layer, block in enumerate(self._blocks()):
-            x_BTD = block(
-                x_BTD,
-                capacity,
-                table,
-                documents_BT=documents_BT,
-                scale=scale,
-                observe=None if observe is None else partial(observe, layer),
-                recompute=self.recompute,
-            )
+            x_BTD = block(x_BTD, given, None if observe is None else partial(observe, layer), self.recompute)
         return self.final_norm(x_BTD)
 
     def forward(
