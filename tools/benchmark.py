@@ -4,166 +4,191 @@
     python tools/benchmark.py train CONFIG         optimizer steps: full capacity, then the elastic mix
     python tools/benchmark.py scan CONFIG          the selective scan of one layer, forward and backward
 
-Random weights and tokens. Every figure is the median of --repeats timings after --warmup untimed ones; --json FILE
-keeps all of them beside the table.
+    python tools/benchmark.py train CONFIG --model both --capacity full --micro-batch 8 --accumulation 16
+                                                   our full model and a compiled Transformer++ of its size
+
+Random weights and tokens. Training: the median over --repeats runs of the mean over the --measure steps of a run;
+scan: the median of --repeats timings after --warmup untimed ones. --json FILE keeps every figure beside the tables.
+docs/measuring.md says what each figure means.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
-import resource
-import statistics
-import time
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from megatron_essh.benchmarks.scan import measure_scan
+from megatron_essh.benchmarks.timing import chosen_device, device_name
+from megatron_essh.benchmarks.training import Case, Schedule, make_case, measure_training, ratios, with_batches
 from megatron_essh.config import RunConfig, load_config
 from megatron_essh.config.command_line import ConfigParser, add_config_arguments
-from megatron_essh.elastic.plan import trains_full_only
 from megatron_essh.errors import UserError, run_command
 from megatron_essh.files import write_atomically
-from megatron_essh.model.language_model import LanguageModel
-from megatron_essh.model.mixer import SpectralMixer
-from megatron_essh.ops.selective_scan import ModalTables, selective_scan
-from megatron_essh.training.engine import NativeEngine
 
 DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs/runs/quickstart.yaml"
 
 
 def main() -> None:
-    parser = ConfigParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("all", "train", "scan"), default="all")
-    add_config_arguments(parser, DEFAULT_CONFIG)
-    parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write all figures here")
-    args = parser.parse_args()
-    if args.repeats < 1 or args.warmup < 0:
-        raise UserError(
-            f"--repeats {args.repeats}, --warmup {args.warmup}: at least one repeat and no negative warm-up"
-        )
-
-    config = load_config(args.config, args.overrides)
-    device = _device(config)
+    args = _parser().parse_intermixed_args()  # CONFIG may stand behind options, away from its word
+    for name, least in (("repeats", 1), ("warmup", 0), ("micro_batch", 1), ("accumulation", 1), ("steps", 1)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise UserError(f"--{name.replace('_', '-')} {value}: at least {least}")
+    config = with_batches(load_config(args.config, args.overrides), args.micro_batch, args.accumulation)
+    device = chosen_device(config)
     if config.training.threads is not None:
         torch.set_num_threads(config.training.threads)
-    rows: list[dict[str, Any]] = []
-    if args.what in ("all", "scan"):
-        rows += measure_scan(config, device, args.warmup, args.repeats)
-    if args.what in ("all", "train"):
-        rows += measure_training(config, device, args.warmup, args.repeats)
+    schedule = _schedule(args, device)
+    cases = _cases(args, config, device) if args.what != "scan" else []
 
-    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
-    where = f"{machine}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-    table = Table(title=f"{args.config.name} on {where}", title_justify="left")
-    for heading in ("what", "median ms", "least", "most", "tokens/s", "peak MiB"):
-        table.add_column(heading, justify="left" if heading == "what" else "right")
-    for row in rows:
-        table.add_row(
-            row["what"], *(f"{row[k]:.2f}" for k in ("median_ms", "min_ms", "max_ms")),
-            f"{row['tokens_per_second']:,.0f}", f"{row['peak_mib']:,.0f}",
-        )  # fmt: skip
-    Console().print(table)
+    where = f"{device_name(device)}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    title = f"{args.config.name} on {where}"
+    console = Console()
+    scans = measure_scan(config, device, args.warmup, args.repeats) if args.what != "train" else []
+    if scans:
+        console.print(_scan_table(title, scans))
+    trained: list[dict[str, Any]] = []
+    for case in cases:
+        _announce(case, schedule)
+        trained.append(
+            measure_training(case, device, schedule, parts=args.parts, say=lambda line: print(line, flush=True))
+        )
+    if trained:
+        console.print(_training_table(title, trained))
+        if all(row["peak_tflops"] is None for row in trained):
+            print(f"no MFU: no {config.training.precision} peak is on record for {device_name(device)}")
+        for row in trained:
+            if row["parts"]:
+                console.print(_parts_table(row))
+        for what, ratio in ratios(trained).items():
+            print(f"{what}: {ratio:.3f}")
     if args.json:
-        content = {"config": str(args.config), "set": args.overrides, "where": where, "rows": rows}
+        content = {
+            "config": str(args.config),
+            "set": args.overrides,
+            "where": where,
+            "scan": scans,
+            "train": trained,
+            "ratios": ratios(trained),
+        }
         write_atomically(args.json, json.dumps(content, indent=1).encode())
         print(f"figures: {args.json}")
 
 
-def measure_scan(config: RunConfig, device: torch.device, warmup: int, repeats: int) -> list[dict[str, Any]]:
-    """One layer's selective scan on a micro-batch, from random projections and the real bank."""
-    model = config.model
-    mixer = SpectralMixer(model)
-    mixer.reset_parameters(None)
-    tables = ModalTables(*(table.detach().to(device).requires_grad_() for table in mixer.tables(model.channels)))
-    batch, length = config.training.micro_batch, config.data.sequence_length
-    dtype = torch.bfloat16 if config.training.precision == "bf16" else torch.float32
-    shape = (batch, length, model.channels, model.value_width + 3 * model.modes)
-    raw = torch.randn(shape, device=device, dtype=dtype).requires_grad_()
-    grad = torch.randn(*shape[:-1], model.value_width, device=device, dtype=dtype)
-
-    def forward() -> None:
-        with torch.no_grad():
-            selective_scan(raw, tables)
-
-    def forward_backward() -> None:
-        z, _ = selective_scan(raw, tables)
-        torch.autograd.grad(z, [raw, *tables], grad)
-
-    tokens = batch * length
-    return [
-        timed("scan, forward", forward, tokens, device, warmup, repeats),
-        timed("scan, forward + backward", forward_backward, tokens, device, warmup, repeats),
-    ]
+def _parser() -> ConfigParser:
+    parser = ConfigParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=("all", "train", "scan"), default="all")
+    add_config_arguments(parser, DEFAULT_CONFIG)
+    parser.add_argument("--model", choices=("essh", "transformer_pp", "both"), default="essh")
+    parser.add_argument("--capacity", metavar="TIER", help="full or a tier (T4), as it trains, its teacher included")
+    parser.add_argument("--elastic", action="store_true", help="the recipe's mix after its warm-up, teachers included")
+    parser.add_argument("--micro-batch", type=int, metavar="N", help="sequences a forward pass (default: the config's)")
+    parser.add_argument("--accumulation", type=int, metavar="N", help="micro-batches a step (default: the config's)")
+    parser.add_argument("--steps", type=int, help="steps a run (default: 40, on a CPU 8)")
+    parser.add_argument("--measure", metavar="FROM-TO", help="steps measured, counted from 1 (default: 20-35; CPU 4-7)")
+    parser.add_argument("--repeats", type=int, default=3, help="runs, and timings of the scan (default: 3)")
+    parser.add_argument("--warmup", type=int, default=2, help="untimed calls of the scan (default: 2)")
+    for flag, default in (("essh", "off"), ("transformer", "on for CUDA")):
+        parser.add_argument(
+            f"--compile-{flag}",
+            action=argparse.BooleanOptionalAction,
+            help=f"torch.compile the blocks of this model (default: {default})",
+        )
+    parser.add_argument("--parts", action=argparse.BooleanOptionalAction, default=True, help="time a step's parts too")
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    return parser
 
 
-def measure_training(config: RunConfig, device: torch.device, warmup: int, repeats: int) -> list[dict[str, Any]]:
-    """Whole optimizer steps: at full capacity, and with the elastic plan as it is after the warm-up."""
-    rows = []
-    first = next((s for s in range(config.training.steps) if not trains_full_only(config, s)), None)
-    for what, start in (("step, full capacity", 0), ("step, elastic mix", first)):
-        if start is None:
-            continue
-        enabled = replace(config.elastic, enabled=what != "step, full capacity")
-        engine = NativeEngine(LanguageModel(config.model), replace(config, elastic=enabled), "pretrain", device, eod=0)
-        shape = (config.training.global_batch, config.data.sequence_length + 1)
-        step = iter(range(start, start + warmup + repeats))
-
-        def train(engine: NativeEngine = engine, shape: tuple[int, int] = shape, step: Any = step) -> None:
-            engine.train_step(next(step), torch.randint(0, config.model.vocab_size, shape))
-
-        rows.append(timed(what, train, shape[0] * (shape[1] - 1), device, warmup, repeats))
-    return rows
+def _schedule(args: argparse.Namespace, device: torch.device) -> Schedule:
+    steps = args.steps or (40 if device.type == "cuda" else 8)
+    first, last = max(1, steps // 2), max(1, steps * 7 // 8)
+    if args.measure is not None:
+        words = args.measure.split("-")
+        if len(words) != 2 or not all(word.isdecimal() for word in words):
+            raise UserError(f"--measure {args.measure}: expected FROM-TO, such as 20-35")
+        first, last = map(int, words)
+        if not 1 <= first <= last <= steps:
+            raise UserError(f"--measure {args.measure}: not within steps 1 to {steps}; see --steps")
+    return Schedule(steps, first, last, args.repeats)
 
 
-def timed(
-    what: str, call: Callable[[], None], tokens: int, device: torch.device, warmup: int, repeats: int
-) -> dict[str, Any]:
-    """Run `call` and describe its timings; peak memory is the device's, or the whole process's on a CPU."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    times = []
-    for repeat in range(warmup + repeats):
-        _wait(device)
-        begin = time.perf_counter()
-        call()
-        _wait(device)
-        if repeat >= warmup:
-            times.append(1e3 * (time.perf_counter() - begin))
-    median = statistics.median(times)
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device) / 2**20
-    else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-    return {
-        "what": what,
-        "median_ms": median,
-        "min_ms": min(times),
-        "max_ms": max(times),
-        "all_ms": times,
-        "tokens_per_second": 1e3 * tokens / median,
-        "peak_mib": peak,
-    }
+def _cases(args: argparse.Namespace, config: RunConfig, device: torch.device) -> list[Case]:
+    if args.model == "transformer_pp" and (args.elastic or args.capacity not in (None, "full")):
+        raise UserError("--model transformer_pp has one capacity; leave out --capacity and --elastic")
+    if args.capacity == "elastic":
+        raise UserError("--capacity elastic: expected full or a tier; the mix is --elastic")
+    capacities = [args.capacity] if args.capacity else []
+    capacities += ["elastic"] if args.elastic else []
+    capacities = capacities or (["full", "elastic"] if config.elastic.enabled else ["full"])
+    cases = []
+    if args.model != "transformer_pp":
+        cases += [make_case(config, "essh", c, compiled=bool(args.compile_essh)) for c in capacities]
+    if args.model != "essh":
+        compiled = device.type == "cuda" if args.compile_transformer is None else args.compile_transformer
+        cases.append(make_case(config, "transformer_pp", "full", compiled=compiled))
+    return cases
 
 
-def _device(config: RunConfig) -> torch.device:
-    name = config.training.device
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("training.device: cuda, but no CUDA device is there; use cpu or auto")
-    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+def _announce(case: Case, schedule: Schedule) -> None:
+    training, length = case.config.training, case.config.data.sequence_length
+    slots = "" if case.capacity != "elastic" else f" (slots of {case.config.elastic.slot_sequences})"
+    print(
+        f"{case.model} {case.capacity}: {case.parameters:,} parameters, {training.precision}, "
+        f"{'compiled' if case.compiled else 'eager'}; steps of {training.global_batch // training.micro_batch} x "
+        f"{training.micro_batch} sequences of {length}{slots}; "
+        f"measures {schedule.first}-{schedule.last} of {schedule.steps} steps, {schedule.repeats} times",
+        flush=True,
+    )
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _table(title: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for place, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if place else "left", no_wrap=True)
+    return table
+
+
+def _scan_table(title: str, rows: list[dict[str, Any]]) -> Table:
+    table = _table(title, "what", "median ms", "least", "most", "tokens/s", "peak MiB")
+    for row in rows:
+        times = (f"{row[k]:.2f}" for k in ("median_ms", "min_ms", "max_ms"))
+        table.add_row(row["what"], *times, f"{row['tokens_per_second']:,.0f}", f"{row['peak_mib']:,.0f}")
+    return table
+
+
+def _training_table(title: str, rows: list[dict[str, Any]]) -> Table:
+    headings = ("training", "ktok/s", "ms/step", "6N", "attn", "scan", "MFU", "peak MiB")
+    table = _table(f"{title}\n6N, attention and scan in TFLOP/s", *headings)
+    for row in rows:
+        table.add_row(
+            f"{row['model']} {row['capacity']}",
+            f"{row['ktok_per_s']:,.1f}",
+            f"{row['ms_per_step']:,.1f}",
+            *(_short(row[k]) for k in ("tflops_6n", "tflops_attention", "tflops_scan")),
+            "-" if row["mfu"] is None else f"{row['mfu']:.1%}",
+            f"{row['peak_mib']:,.0f}",
+        )
+    return table
+
+
+def _short(value: float) -> str:
+    if 0 < value < 0.01:
+        return "<0.01"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2g}"
+
+
+def _parts_table(row: dict[str, Any]) -> Table:
+    table = _table(f"{row['model']}, a step of {row['ms_per_step']:,.1f} ms", "part, alone", "ms", "share")
+    for part in row["parts"]:
+        table.add_row(part["part"], f"{part['ms']:,.1f}", f"{part['share']:.1%}")
+    return table
 
 
 if __name__ == "__main__":

@@ -237,7 +237,9 @@ class NativeEngine:
         if self.stage == "refine":
             return refinement_loss(self.model, self.config, inputs, labels, documents, capacity)
         if budget == FULL:
-            return full_loss(self.model, self.config, inputs, labels, documents, self.statistics.observe)
+            ordered = self.config.elastic.enabled and self.config.elastic.ordering_interval > 0
+            observe = self.statistics.observe if ordered else None  # nothing else reads the statistics
+            return full_loss(self.model, self.config, inputs, labels, documents, observe)
         return reduced_loss(self.model, self.config, inputs, labels, documents, capacity)
 
     def _learning_rate(self, step: int) -> float:

@@ -1,0 +1,100 @@
+"""Clocks, memory and what a device could do at most. Knows nothing of models."""
+
+from __future__ import annotations
+
+import platform
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_essh.config import RunConfig
+from megatron_essh.errors import UserError
+
+PEAK_TFLOPS = {
+    "GB300": 2500.0,
+    "B300": 2250.0,
+    "GB200": 2500.0,
+    "B200": 2250.0,
+    "GH200": 989.0,
+    "H200 NVL": 836.0,
+    "H200": 989.0,
+    "H100 NVL": 835.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "A100": 312.0,
+}
+"""Dense bf16 TFLOP/s of the makers' data sheets, by a part of the device's name; the first that fits counts."""
+
+
+def chosen_device(config: RunConfig) -> torch.device:
+    """The device that training.device names.
+
+    Raises:
+        UserError: it is cuda and there is none.
+    """
+    name = config.training.device
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("training.device: cuda, but no CUDA device is there; use cpu or auto")
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+
+
+def device_name(device: torch.device) -> str:
+    """How tables call the device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
+
+
+def peak_tflops(name: str, precision: str) -> float | None:
+    """The most that the device of this name computes in `precision`; None where that is not known."""
+    if precision != "bf16":
+        return None
+    return next((peak for part, peak in PEAK_TFLOPS.items() if part.lower() in name.lower()), None)
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Begin to look for the peak anew; a CPU's peak is the whole process's and cannot begin anew."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory_mib(device: torch.device) -> float:
+    """Peak memory: the device's allocated tensors since the reset, or the whole process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+def milliseconds(call: Callable[[], object], device: torch.device) -> float:
+    """Wall-clock time of one call, from an idle device until it is idle again."""
+    wait(device)
+    begin = time.perf_counter()
+    call()
+    wait(device)
+    return 1e3 * (time.perf_counter() - begin)
+
+
+def timed(
+    what: str, call: Callable[[], object], tokens: int, device: torch.device, warmup: int, repeats: int
+) -> dict[str, Any]:
+    """Time `repeats` calls, after `warmup` untimed ones, and describe them: milliseconds, tokens/s, peak MiB."""
+    reset_peak_memory(device)
+    times = [milliseconds(call, device) for _ in range(warmup + repeats)][warmup:]
+    median = statistics.median(times)
+    return {
+        "what": what,
+        "median_ms": median,
+        "min_ms": min(times),
+        "max_ms": max(times),
+        "all_ms": times,
+        "tokens_per_second": 1e3 * tokens / median,
+        "peak_mib": peak_memory_mib(device),
+    }
