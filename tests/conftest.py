@@ -31,6 +31,11 @@ from megatron_essh.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_essh.model.language_model import LanguageModel
 from megatron_essh.training.checkpoint import save_checkpoint
 
+if not torch.cuda.is_available():
+    # Kernels run in Triton's interpreter. It is chosen when Triton is first imported, which any test may be the first
+    # to do (torch.compile imports it).
+    os.environ["TRITON_INTERPRET"] = "1"
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # The tests' tensors are tiny: on more threads, here or in a process that a test starts, they mostly wait.

@@ -144,6 +144,7 @@ class NativeEngine:
             raise UserError("a step holds no token to predict: every label follows an end-of-document token")
         sums = StepSums()
         slot, micro = self.config.elastic.slot_sequences, self.config.training.micro_batch
+        assert len(tokens) == len(plan) * slot, f"{len(tokens)} sequences for {len(plan)} slots of {slot}"
         for index, budget in enumerate(plan):
             for start in range(index * slot, (index + 1) * slot, micro):
                 rows = slice(start, start + micro)

@@ -306,3 +306,8 @@ def test_recomputation_keeps_no_activation_of_the_units(recompute, kept):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t.shape[-1]), t)[1], lambda t: t):
         engine.model.hidden(batch(0)[:2, :-1])
     assert (192 in saved) == kept  # the width of a feed-forward layer
+
+
+def test_a_step_of_fewer_sequences_than_its_plan_is_refused():
+    with pytest.raises(AssertionError, match="6 sequences for 4 slots of 2"):
+        make_engine(make_config()).train_step(0, batch(0, rows=6))

@@ -23,7 +23,7 @@ def engine(device, *overrides):
 
 
 def batch(step):
-    return torch.randint(0, 4096, (8, 257), generator=torch.Generator().manual_seed(step))
+    return torch.randint(0, 4096, (16, 129), generator=torch.Generator().manual_seed(step))
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,9 @@ from megatron_essh.ops.selective_scan.reference import (
     controls,
     scan_step,
 )
+
+LONGEST_KERNEL_INPUT = 1 << 19
+"""Positions a kernel launch takes; longer sequences go through the reference."""
 
 __all__ = ["Controls", "ModalTables", "scan_step", "selective_scan"]
 
@@ -36,7 +41,7 @@ def selective_scan(
     documents_BT: document number of each position (integers). The state is cut where it changes; the first position
         continues the entering state.
     valid_BT: False marks a pad, which leaves the state untouched and gives z = 0. A pad's document number is ignored.
-    chunk: rows worked on as one matrix.
+    chunk: rows worked on as one matrix by the reference; the kernels have their own.
 
     Returns z_BTKP in raw's dtype and the state after the last position. Arithmetic and state are fp32 (fp64 if raw
     is fp64) under autocast too.
@@ -52,8 +57,35 @@ def selective_scan(
             z_BKP, state_BKM2P = scan_step(raw_BTKX[:, 0], tables, state_BKM2P, eps=eps, neutral_gates=neutral_gates)
             return z_BKP[:, None], state_BKM2P
         tables = ModalTables(*(table.to(dtype) for table in tables))
+        if _kernels_take(raw_BTKX, modes):
+            from megatron_essh.ops.selective_scan.triton import triton_scan
+
+            return triton_scan(
+                raw_BTKX,
+                tables,
+                eps=eps,
+                neutral_gates=neutral_gates,
+                state_BKM2P=state_BKM2P,
+                documents_BT=documents_BT,
+                valid_BT=valid_BT,
+            )
         # Channels first in memory, so that a channel's chunks are contiguous matrices.
         raw_BKTX = raw_BTKX.transpose(1, 2).to(dtype).contiguous()
         given = controls(raw_BKTX.transpose(1, 2), tables, eps, neutral_gates)
         z_BTKP, state_BKM2P = chunked_scan(given, tables, state_BKM2P.to(dtype), documents_BT, valid_BT, chunk)
         return z_BTKP.to(raw_BTKX.dtype), state_BKM2P
+
+
+def _kernels_take(raw_BTKX: Tensor, modes: int) -> bool:
+    """Whether the Triton kernels serve this input: on a GPU, in a size and dtype that they are held to."""
+    batch, length, channels, columns = raw_BTKX.shape
+    return (
+        raw_BTKX.is_cuda
+        and raw_BTKX.dtype in (torch.bfloat16, torch.float32)
+        and batch * channels > 0
+        and 1 <= length <= LONGEST_KERNEL_INPUT
+        and modes <= 16
+        and columns - 3 * modes <= 128
+        and raw_BTKX.stride(3) == 1
+        and importlib.util.find_spec("triton") is not None
+    )
