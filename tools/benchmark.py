@@ -25,10 +25,11 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_essh.benchmarks.scan import measure_scan
-from megatron_essh.benchmarks.timing import chosen_device, device_name
+from megatron_essh.benchmarks.timing import device_name
 from megatron_essh.benchmarks.training import Case, Schedule, make_case, measure_training, ratios, with_batches
 from megatron_essh.config import RunConfig, load_config
 from megatron_essh.config.command_line import ConfigParser, add_config_arguments
+from megatron_essh.device import pick_device
 from megatron_essh.errors import UserError, run_command
 from megatron_essh.files import write_atomically
 
@@ -42,7 +43,7 @@ def main() -> None:
         if value is not None and value < least:
             raise UserError(f"--{name.replace('_', '-')} {value}: at least {least}")
     config = with_batches(load_config(args.config, args.overrides), args.micro_batch, args.accumulation)
-    device = chosen_device(config)
+    device = pick_device(config.training.device, "training.device:")
     if config.training.threads is not None:
         torch.set_num_threads(config.training.threads)
     schedule = _schedule(args, device)

@@ -23,11 +23,12 @@ from rich.progress import track
 from megatron_essh.config import RunConfig
 from megatron_essh.data.tokenizer_reference import TokenizerReference
 from megatron_essh.data.tokenizers import Tokenizer
+from megatron_essh.device import pick_device
 from megatron_essh.elastic.capacity import Capacity, full_capacity, parse_capacity
 from megatron_essh.errors import UserError, run_command
 from megatron_essh.evaluation.data import open_evaluation_data
 from megatron_essh.evaluation.perplexity import Windows, score, scored_bytes
-from megatron_essh.export.loading import open_model, open_tokenizer, pick_device
+from megatron_essh.export.loading import open_model, open_tokenizer
 from megatron_essh.export.provenance import Provenance
 from megatron_essh.files import write_atomically
 from megatron_essh.inference.command import add_model_arguments, describe, given_tokenizer

@@ -19,9 +19,10 @@ from pathlib import Path
 import torch
 
 from megatron_essh.data.tokenizers import Tokenizer
+from megatron_essh.device import pick_device
 from megatron_essh.elastic.capacity import full_capacity, parse_capacity
 from megatron_essh.errors import UserError, run_command
-from megatron_essh.export.loading import open_model, open_tokenizer, pick_device
+from megatron_essh.export.loading import open_model, open_tokenizer
 from megatron_essh.inference import SamplingConfig, TextStream, generate, real_tokens
 from megatron_essh.inference.command import add_model_arguments, describe, given_tokenizer
 from megatron_essh.inference.generate import REPLACEMENT

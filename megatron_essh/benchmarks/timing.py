@@ -11,9 +11,6 @@ from typing import Any
 
 import torch
 
-from megatron_essh.config import RunConfig
-from megatron_essh.errors import UserError
-
 PEAK_TFLOPS = {
     "GB300": 2500.0,
     "B300": 2250.0,
@@ -28,18 +25,6 @@ PEAK_TFLOPS = {
     "A100": 312.0,
 }
 """Dense bf16 TFLOP/s of the makers' data sheets, by a part of the device's name; the first that fits counts."""
-
-
-def chosen_device(config: RunConfig) -> torch.device:
-    """The device that training.device names.
-
-    Raises:
-        UserError: it is cuda and there is none.
-    """
-    name = config.training.device
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("training.device: cuda, but no CUDA device is there; use cpu or auto")
-    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
 
 
 def device_name(device: torch.device) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,18 +23,6 @@ from megatron_essh.training.checkpoint import load_checkpoint, model_sha256, res
 
 SHOWN = 3
 """Names that an error lists."""
-
-
-def pick_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
-    """The device that a command's --device means; auto takes a GPU where there is one.
-
-    Raises:
-        UserError: cuda was asked for and there is none.
-    """
-    available = torch.cuda.is_available()
-    if name == "cuda" and not available:
-        raise UserError("--device cuda: no CUDA device here; give cpu or auto")
-    return torch.device("cuda" if available and name != "cpu" else "cpu")
 
 
 def open_model(path: str | Path, device: torch.device | str = "cpu") -> tuple[LanguageModel, RunConfig, Provenance]:

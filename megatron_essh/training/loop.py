@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_essh.config import RunConfig, config_to_mapping
+from megatron_essh.device import pick_device
 from megatron_essh.elastic.capacity import tier_capacities
 from megatron_essh.errors import UserError
 from megatron_essh.files import DISK_FULL
@@ -101,7 +102,7 @@ def train(config: RunConfig, stage: Stage, *, initial: Path | None = None) -> Pa
     world = os.environ.get("WORLD_SIZE", "1")
     if world not in ("", "1"):
         raise UserError(f"WORLD_SIZE is {world}: there is no parallel engine, training takes one process only")
-    device = _device(config)
+    device = pick_device(config.training.device, "training.device:")
     if config.training.threads is not None:
         torch.set_num_threads(config.training.threads)
     torch.manual_seed(config.training.seed)
@@ -297,12 +298,3 @@ def _find_saved(config: RunConfig, stage: Stage, initial: Path | None, folder: R
     if stage == "refine":
         check_source(initial, values["source"], folder.path)
     return Saved(path, tensors, values)
-
-
-def _device(config: RunConfig) -> torch.device:
-    wanted = config.training.device
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise UserError("training.device: cuda, but PyTorch sees no GPU here; use auto or cpu")
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(wanted)

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from megatron_essh.config import TokenizerConfig
+from megatron_essh.device import pick_device
 from megatron_essh.errors import UserError
-from megatron_essh.export.loading import build_model, open_model, open_tensors, open_tokenizer, pick_device
+from megatron_essh.export.loading import build_model, open_model, open_tensors, open_tokenizer
 from megatron_essh.export.tiers import export_tier
 from megatron_essh.training.checkpoint import save_checkpoint
 
