@@ -15,6 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    # Kernels run in Triton's interpreter. It is chosen when Triton is first imported: any import below may do it.
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from megatron_essh.config import (
     DataConfig,
     ElasticConfig,
@@ -30,11 +34,6 @@ from megatron_essh.data.tokenizer_reference import recorded_tokenizer, reference
 from megatron_essh.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_essh.model.language_model import LanguageModel
 from megatron_essh.training.checkpoint import save_checkpoint
-
-if not torch.cuda.is_available():
-    # Kernels run in Triton's interpreter. It is chosen when Triton is first imported, which any test may be the first
-    # to do (torch.compile imports it).
-    os.environ["TRITON_INTERPRET"] = "1"
 
 ROOT = Path(__file__).resolve().parent.parent
 

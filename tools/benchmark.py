@@ -1,14 +1,17 @@
-"""Speed and memory of training and of the mixer's scan, on this machine.
+"""Speed and memory of training, of the mixer's scan and of prefill, on this machine.
 
-    python tools/benchmark.py                      both, on the quickstart's model
+    python tools/benchmark.py                      training and the scan, on the quickstart's model
     python tools/benchmark.py train CONFIG         optimizer steps: full capacity, then the elastic mix
     python tools/benchmark.py scan CONFIG          the selective scan of one layer, forward and backward
+    python tools/benchmark.py prefill CONFIG       a long prompt, from an empty state to the next token's logits
 
     python tools/benchmark.py train CONFIG --model both --capacity full --micro-batch 8 --accumulation 16
                                                    our full model and a compiled Transformer++ of its size
+    python tools/benchmark.py prefill CONFIG --length 131072 --batch 1 --tier T10
 
 Random weights and tokens. Training: the median over --repeats runs of the mean over the --measure steps of a run;
-scan: the median of --repeats timings after --warmup untimed ones. --json FILE keeps every figure beside the tables.
+scan and prefill: the median of --repeats timings after --warmup untimed ones. --json FILE keeps every figure beside
+the tables.
 docs/measuring.md says what each figure means.
 """
 
@@ -24,6 +27,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from megatron_essh.benchmarks.prefill import Prompt, measure_prefill
 from megatron_essh.benchmarks.scan import measure_scan
 from megatron_essh.benchmarks.timing import device_name
 from megatron_essh.benchmarks.training import Case, Schedule, make_case, measure_training, ratios, with_batches
@@ -33,12 +37,16 @@ from megatron_essh.device import pick_device
 from megatron_essh.errors import UserError, run_command
 from megatron_essh.files import write_atomically
 
+LONG_PROMPT = 131_072
+"""Tokens that a GPU's prefill is measured on."""
 DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs/runs/quickstart.yaml"
+LEAST = {"repeats": 1, "warmup": 0, "micro_batch": 1, "accumulation": 1, "steps": 1, "length": 1, "batch": 1}
+"""What the numbers on the command line must be at least."""
 
 
 def main() -> None:
     args = _parser().parse_intermixed_args()  # CONFIG may stand behind options, away from its word
-    for name, least in (("repeats", 1), ("warmup", 0), ("micro_batch", 1), ("accumulation", 1), ("steps", 1)):
+    for name, least in LEAST.items():
         value = getattr(args, name)
         if value is not None and value < least:
             raise UserError(f"--{name.replace('_', '-')} {value}: at least {least}")
@@ -47,12 +55,12 @@ def main() -> None:
     if config.training.threads is not None:
         torch.set_num_threads(config.training.threads)
     schedule = _schedule(args, device)
-    cases = _cases(args, config, device) if args.what != "scan" else []
+    cases = _cases(args, config, device) if args.what in ("all", "train") else []
 
     where = f"{device_name(device)}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     title = f"{args.config.name} on {where}"
     console = Console()
-    scans = measure_scan(config, device, args.warmup, args.repeats) if args.what != "train" else []
+    scans = measure_scan(config, device, args.warmup, args.repeats) if args.what in ("all", "scan") else []
     if scans:
         console.print(_scan_table(title, scans))
     trained: list[dict[str, Any]] = []
@@ -70,6 +78,11 @@ def main() -> None:
                 console.print(_parts_table(row))
         for what, ratio in ratios(trained).items():
             print(f"{what}: {ratio:.3f}")
+    prefilled = _prefill(args, config, device) if args.what == "prefill" else []
+    if prefilled:
+        console.print(_prefill_table(title, prefilled))
+        for what, ratio in ratios(prefilled).items():
+            print(f"{what}: {ratio:.3f}")
     if args.json:
         content = {
             "config": str(args.config),
@@ -77,7 +90,8 @@ def main() -> None:
             "where": where,
             "scan": scans,
             "train": trained,
-            "ratios": ratios(trained),
+            "prefill": prefilled,
+            "ratios": ratios(trained or prefilled),
         }
         write_atomically(args.json, json.dumps(content, indent=1).encode())
         print(f"figures: {args.json}")
@@ -85,17 +99,24 @@ def main() -> None:
 
 def _parser() -> ConfigParser:
     parser = ConfigParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("all", "train", "scan"), default="all")
+    parser.add_argument("what", nargs="?", choices=("all", "train", "scan", "prefill"), default="all")
     add_config_arguments(parser, DEFAULT_CONFIG)
     parser.add_argument("--model", choices=("essh", "transformer_pp", "both"), default="essh")
-    parser.add_argument("--capacity", metavar="TIER", help="full or a tier (T4), as it trains, its teacher included")
+    parser.add_argument(
+        "--capacity",
+        "--tier",
+        metavar="TIER",
+        help="full or a tier (T4); in training, as it trains, its teacher included",
+    )
     parser.add_argument("--elastic", action="store_true", help="the recipe's mix after its warm-up, teachers included")
     parser.add_argument("--micro-batch", type=int, metavar="N", help="sequences a forward pass (default: the config's)")
     parser.add_argument("--accumulation", type=int, metavar="N", help="micro-batches a step (default: the config's)")
     parser.add_argument("--steps", type=int, help="steps a run (default: 40, on a CPU 8)")
     parser.add_argument("--measure", metavar="FROM-TO", help="steps measured, counted from 1 (default: 20-35; CPU 4-7)")
-    parser.add_argument("--repeats", type=int, default=3, help="runs, and timings of the scan (default: 3)")
-    parser.add_argument("--warmup", type=int, default=2, help="untimed calls of the scan (default: 2)")
+    parser.add_argument("--length", type=int, help="tokens of a prompt (default: 131072; CPU: the config's sequences)")
+    parser.add_argument("--batch", type=int, default=1, help="prompts at a time (default: 1)")
+    parser.add_argument("--repeats", type=int, default=3, help="runs; timings of scan and prefill (default: 3)")
+    parser.add_argument("--warmup", type=int, default=2, help="untimed calls of scan and prefill (default: 2)")
     for flag, default in (("essh", "off"), ("transformer", "on for CUDA")):
         parser.add_argument(
             f"--compile-{flag}",
@@ -137,6 +158,26 @@ def _cases(args: argparse.Namespace, config: RunConfig, device: torch.device) ->
     return cases
 
 
+def _prefill(args: argparse.Namespace, config: RunConfig, device: torch.device) -> list[dict[str, Any]]:
+    if args.elastic:
+        raise UserError("--elastic is a mix of training; a prefill runs one --tier")
+    if args.model == "transformer_pp" and args.capacity not in (None, "full"):
+        raise UserError("--model transformer_pp has one capacity; leave out --tier")
+    length = args.length or (LONG_PROMPT if device.type == "cuda" else config.data.sequence_length)
+    prompt = Prompt(args.batch, length, args.warmup, args.repeats)
+    found = []
+    for model in ("essh", "transformer_pp") if args.model == "both" else (args.model,):
+        tier = (args.capacity or "full") if model == "essh" else "full"
+        compiled = device.type == "cuda" if args.compile_transformer is None else args.compile_transformer
+        print(
+            f"{model} {tier}: {prompt.batch} x {prompt.length:,} tokens, {config.training.precision} weights; "
+            f"{prompt.warmup} untimed calls, then {prompt.repeats}",
+            flush=True,
+        )
+        found.append(measure_prefill(config, model, tier, prompt, device, compiled=compiled))
+    return found
+
+
 def _announce(case: Case, schedule: Schedule) -> None:
     training, length = case.config.training, case.config.data.sequence_length
     slots = "" if case.capacity != "elastic" else f" (slots of {case.config.elastic.slot_sequences})"
@@ -175,6 +216,23 @@ def _training_table(title: str, rows: list[dict[str, Any]]) -> Table:
             *(_short(row[k]) for k in ("tflops_6n", "tflops_attention", "tflops_scan")),
             "-" if row["mfu"] is None else f"{row['mfu']:.1%}",
             f"{row['peak_mib']:,.0f}",
+        )
+    return table
+
+
+def _prefill_table(title: str, rows: list[dict[str, Any]]) -> Table:
+    headings = ("prefill", "prompts", "ktok/s", "ms", "first token ms", "MFU", "peak MiB", "state MiB")
+    table = _table(f"{title}\nstate: of one sequence, after the prompt", *headings)
+    for row in rows:
+        table.add_row(
+            f"{row['model']} {row['capacity']}",
+            f"{row['batch']} x {row['length']:,}",
+            f"{row['ktok_per_s']:,.1f}",
+            f"{row['median_ms']:,.1f}",
+            f"{row['first_token_ms']:,.1f}",
+            "-" if row["mfu"] is None else f"{row['mfu']:.1%}",
+            f"{row['peak_mib']:,.0f}",
+            f"{row['state_mib']:,.1f}",
         )
     return table
 

@@ -8,7 +8,6 @@ capacity and no state of its own: `hidden` and `head_weight` are all that traini
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +19,6 @@ from megatron_essh.elastic.capacity import Capacity
 from megatron_essh.errors import UserError
 from megatron_essh.model.accounting import ParameterCounts, TokenFlops, parameter_counts
 from megatron_essh.model.attention import rotary_table, rotate
-from megatron_essh.model.language_model import Observer
 from megatron_essh.model.prefix import GradientScale
 
 UNIT_MULTIPLE = 64
@@ -134,18 +132,16 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: down(silu(gate u) * up u); `observe` is shown the units' activations [B, T, n]."""
+    """SwiGLU: down(silu(gate u) * up u)."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.gate_up = nn.Linear(config.d_model, 2 * config.ff_width, bias=False)
         self.down = nn.Linear(config.ff_width, config.d_model, bias=False)
 
-    def forward(self, u_BTD: Tensor, observe: Callable[[Tensor], None] | None = None) -> Tensor:
+    def forward(self, u_BTD: Tensor) -> Tensor:
         gate_BTN, up_BTN = self.gate_up(u_BTD).chunk(2, dim=-1)
         units_BTN = F.silu(gate_BTN) * up_BTN
-        if observe is not None:
-            observe(units_BTN.detach())
         y_BTD: Tensor = self.down(units_BTN)
         return y_BTD
 
@@ -160,15 +156,9 @@ class TransformerBlock(nn.Module):
         self.ff_norm = nn.RMSNorm(config.d_model, eps=config.eps)
         self.feed_forward = FeedForward(config)
 
-    def forward(
-        self,
-        x_BTD: Tensor,
-        table: tuple[Tensor, Tensor],
-        mask_B1TT: Tensor | None,
-        observe: Callable[[Tensor], None] | None = None,
-    ) -> Tensor:
+    def forward(self, x_BTD: Tensor, table: tuple[Tensor, Tensor], mask_B1TT: Tensor | None) -> Tensor:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), table, mask_B1TT)
-        return x_BTD + self.feed_forward(self.ff_norm(x_BTD), observe)
+        return x_BTD + self.feed_forward(self.ff_norm(x_BTD))
 
 
 class Transformer(nn.Module):
@@ -200,6 +190,10 @@ class Transformer(nn.Module):
         """The output head [V, D]: the embedding, tied."""
         return self.embedding.weight
 
+    def product_weights(self) -> list[nn.Parameter]:
+        """The weights that go through the engine's own products: the head's."""
+        return [self.embedding.weight]
+
     @property
     def device(self) -> torch.device:
         """Where the parameters are."""
@@ -219,7 +213,7 @@ class Transformer(nn.Module):
         *,
         documents_BT: Tensor | None = None,
         gradient_scale: GradientScale | None = None,
-        observe: Observer | None = None,
+        square_sums_LN: None = None,
     ) -> Tensor:
         """Hidden states [B, T, D] after the final norm, of whole sequences.
 
@@ -228,11 +222,12 @@ class Transformer(nn.Module):
             capacity: None; there is no smaller one in this model.
             documents_BT: int64 document of each position; attention stays within it, through a [B, 1, T, T] mask.
             gradient_scale: None or factors of one.
-            observe: is shown each layer's feed-forward activations.
+            square_sums_LN: None; nothing orders this model's units.
 
         Raises:
             UserError: a capacity or a gradient scale was given.
         """
+        assert square_sums_LN is None, "a Transformer++ keeps no statistics of units"
         if capacity is not None:
             raise UserError(f"capacity {capacity}: a Transformer++ has one capacity; leave it out")
         if gradient_scale not in (None, GradientScale()):
@@ -242,12 +237,7 @@ class Transformer(nn.Module):
         if documents_BT is not None:
             mask_B1TT = (documents_BT[:, None, :, None] == documents_BT[:, None, None, :]).tril()
         x_BTD = self.embedding(tokens_BT)
-        for layer, block in enumerate(self.blocks):
-            shown = None if observe is None else _bind(observe, layer)
-            x_BTD = block(x_BTD, table, mask_B1TT, shown)
+        for block in self.blocks:
+            x_BTD = block(x_BTD, table, mask_B1TT)
         normed_BTD: Tensor = self.final_norm(x_BTD)
         return normed_BTD
-
-
-def _bind(observe: Observer, layer: int) -> Callable[[Tensor], None]:
-    return lambda units_BTN: observe(layer, units_BTN)

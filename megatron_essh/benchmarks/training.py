@@ -171,8 +171,10 @@ def token_work(case: Case, schedule: Schedule) -> TokenWork:
 class PlainEngine(NativeEngine):
     """Trains a model that has one capacity: no statistics of feed-forward units, since nothing orders them."""
 
-    def _loss(self, inputs: Tensor, labels: Tensor, documents: Tensor | None, budget: int) -> MicroLoss:
-        return full_loss(self.model, self.config, inputs, labels, documents, None)
+    def _loss(
+        self, inputs: Tensor, labels: Tensor, documents: Tensor | None, budget: int, grad_scale: Tensor | None
+    ) -> MicroLoss:
+        return full_loss(self.model, self.config, inputs, labels, documents, None, grad_scale=grad_scale)
 
 
 def build_engine(case: Case, device: torch.device) -> NativeEngine:

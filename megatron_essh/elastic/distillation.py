@@ -1,6 +1,8 @@
 """What one micro-batch minimises in pretraining and in shared refinement (section 5).
 
-All losses are sums over valid tokens; the engine divides by the step's token count.
+All losses are sums over valid tokens; the engine divides by the step's token count. To each it may hand the factor
+that this comes to, as `grad_scale` (0-d fp32, on the model's device): gradients are then made with it on the way
+forward, where the head's is added to its `main_grad` at once, and the values stay sums.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from megatron_essh.config import RunConfig
 from megatron_essh.elastic.capacity import Capacity
-from megatron_essh.model.language_model import LanguageModel, Observer
+from megatron_essh.model.language_model import LanguageModel
 from megatron_essh.model.prefix import GradientScale
 from megatron_essh.ops.linear_loss import cross_entropy, distillation, refinement
 
@@ -22,7 +24,8 @@ class MicroLoss:
     """Sums over a micro-batch's valid tokens; only `objective` carries a gradient."""
 
     objective: Tensor
-    """What is minimised."""
+    """What is minimised. Made with a `grad_scale`, its gradients have that factor already: call objective.backward()
+    itself, once, not of a multiple or a sum of it."""
     cross_entropy: Tensor
     """Cross-entropy of the capacity that the plan gave the micro-batch."""
     full_cross_entropy: Tensor | None = None
@@ -42,11 +45,19 @@ def full_loss(
     inputs_BT: Tensor,
     labels_BT: Tensor,
     documents_BT: Tensor | None,
-    observe: Observer | None,
+    square_sums_LN: Tensor | None,
+    *,
+    grad_scale: Tensor | None = None,
 ) -> MicroLoss:
-    """A full-capacity micro-batch: CE."""
-    hidden = model.hidden(inputs_BT, documents_BT=documents_BT, observe=observe)
-    ce = cross_entropy(hidden.flatten(0, 1), model.head_weight, labels_BT.flatten(), chunk=config.training.loss_chunk)
+    """A full-capacity micro-batch: CE. `square_sums_LN`: as `LanguageModel.hidden` takes it."""
+    hidden = model.hidden(inputs_BT, documents_BT=documents_BT, square_sums_LN=square_sums_LN)
+    ce = cross_entropy(
+        hidden.flatten(0, 1),
+        model.head_weight,
+        labels_BT.flatten(),
+        chunk=config.training.loss_chunk,
+        grad_scale=grad_scale,
+    )
     return MicroLoss(ce, ce.detach())
 
 
@@ -57,6 +68,8 @@ def reduced_loss(
     labels_BT: Tensor,
     documents_BT: Tensor | None,
     capacity: Capacity,
+    *,
+    grad_scale: Tensor | None = None,
 ) -> MicroLoss:
     """A reduced micro-batch: CE(p_T) + w KL(stopgrad p_full || p_T), the teacher being the current full model."""
     elastic, chunk = config.elastic, config.training.loss_chunk
@@ -65,8 +78,11 @@ def reduced_loss(
     ).flatten(0, 1)
     labels = labels_BT.flatten()
     if elastic.kl_weight == 0:
-        ce = cross_entropy(hidden, model.head_weight, labels, chunk=chunk)
-        return MicroLoss(elastic.reduced_ce_weight * ce, ce.detach())
+        weight = elastic.reduced_ce_weight
+        # A gradient made on the way forward does not see the product below.
+        scale = None if grad_scale is None else weight * grad_scale
+        ce = cross_entropy(hidden, model.head_weight, labels, chunk=chunk, grad_scale=scale)
+        return MicroLoss(weight * ce, ce.detach())
     with torch.no_grad():
         teacher = model.hidden(inputs_BT, documents_BT=documents_BT).flatten(0, 1)
     objective, ce, kl = distillation(
@@ -77,6 +93,7 @@ def reduced_loss(
         ce_weight=elastic.reduced_ce_weight,
         kl_weight=elastic.kl_weight,
         chunk=chunk,
+        grad_scale=grad_scale,
     )
     return MicroLoss(objective, ce, divergence=kl)
 
@@ -88,6 +105,8 @@ def refinement_loss(
     labels_BT: Tensor,
     documents_BT: Tensor | None,
     capacity: Capacity,
+    *,
+    grad_scale: Tensor | None = None,
 ) -> MicroLoss:
     """A refinement micro-batch: CE(full) + CE(T) + w TV(stopgrad p_full, p_T); one full forward serves both."""
     full = model.hidden(inputs_BT, documents_BT=documents_BT)
@@ -99,5 +118,6 @@ def refinement_loss(
         labels_BT.flatten(),
         tv_weight=config.refinement.tv_weight,
         chunk=config.training.loss_chunk,
+        grad_scale=grad_scale,
     )
     return MicroLoss(objective, tier_ce, full_ce, tv)

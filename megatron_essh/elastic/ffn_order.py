@@ -16,27 +16,25 @@ class UnitStatistics:
     """A running mean, per layer and unit, of the squared activation over full-capacity tokens.
 
     One update a step with the mean over all of that step's tokens, so that it does not depend on how the step was
-    cut into micro-batches. A teacher's, a recomputed and a reduced forward are never observed.
+    cut into micro-batches. A teacher's, a recomputed and a reduced forward never count.
     """
 
     def __init__(self, config: ModelConfig, decay: float, device: torch.device) -> None:
         self.decay = decay
         self.mean_square_LN = torch.zeros(config.n_layers, config.ff_width, device=device)
-        self._sum_LN = torch.zeros_like(self.mean_square_LN)
+        self.square_sums_LN = torch.zeros_like(self.mean_square_LN)
+        """This step's sums of squared activations, which the model's full-capacity passes add to."""
         self._tokens = 0
 
-    def observe(self, layer: int, units_BTN: Tensor) -> None:
-        """Count one micro-batch's activations of `layer`."""
-        flat = units_BTN.flatten(0, -2).float()
-        self._sum_LN[layer] += flat.square().sum(0)
-        if layer == 0:
-            self._tokens += flat.shape[0]
+    def count(self, tokens: int) -> None:
+        """Say that a pass over `tokens` tokens has added to `square_sums_LN`."""
+        self._tokens += tokens
 
     def end_step(self) -> None:
         """Fold the step's mean into the running one; a step with no full-capacity token changes nothing."""
         if self._tokens:
-            self.mean_square_LN.lerp_(self._sum_LN / self._tokens, 1.0 - self.decay)
-            self._sum_LN.zero_()
+            self.mean_square_LN.lerp_(self.square_sums_LN / self._tokens, 1.0 - self.decay)
+            self.square_sums_LN.zero_()
             self._tokens = 0
 
     def permute(self, layer: int, order_N: Tensor) -> None:

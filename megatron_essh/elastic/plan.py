@@ -12,6 +12,7 @@ import math
 import numpy as np
 
 from megatron_essh.config import ElasticConfig, RunConfig
+from megatron_essh.data.batch_schedule import BatchSchedule
 
 FULL = 0
 """The plan's mark for the full capacity (a budget is at least 1)."""
@@ -34,7 +35,8 @@ def trains_full_only(config: RunConfig, step: int) -> bool:
         return True
     if elastic.full_only_fraction is not None:
         return step < elastic.full_only_fraction * config.training.steps
-    return step * config.training.global_batch * config.data.sequence_length < elastic.full_only_tokens
+    samples = BatchSchedule.of_pretraining(config).samples_before(step)
+    return samples * config.data.sequence_length < elastic.full_only_tokens
 
 
 def pretraining_plan(config: RunConfig, step: int) -> tuple[int, ...]:
@@ -44,7 +46,7 @@ def pretraining_plan(config: RunConfig, step: int) -> tuple[int, ...]:
     at places drawn anew each step; every other slot draws uniformly from the training budgets.
     """
     elastic = config.elastic
-    slots = slots_per_step(config.training.global_batch, elastic)
+    slots = slots_per_step(BatchSchedule.of_pretraining(config).batch(step), elastic)
     if trains_full_only(config, step):
         return (FULL,) * slots
     draws = _uniforms(config.training.seed, step, 1 + 2 * slots)

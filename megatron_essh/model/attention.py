@@ -6,11 +6,12 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from megatron_essh.config import ModelConfig
-from megatron_essh.model.state import RingUpdate
-from megatron_essh.ops.window_attention import window_attention
+from megatron_essh.model.state import OrderedUpdate, RingUpdate
+from megatron_essh.ops.linear import linear, linear_input_major
+from megatron_essh.ops.rotary import rotate_qkv
+from megatron_essh.ops.window_attention import DocumentSpans, window_attention
 
 
 def rotary_table(position: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -45,15 +46,21 @@ class WindowAttention(nn.Module):
 
     def _project(self, u_BTD: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         config = self.config
-        qkv = F.linear(u_BTD, self.qkv.flatten(0, 2)).unflatten(-1, (config.n_heads, 3, config.head_dim))
-        q, k, v = qkv.unbind(-2)
-        return rotate(q, table), rotate(k, table), v
+        qkv = linear(u_BTD, self.qkv, config.n_heads).unflatten(-1, (config.n_heads, 3, config.head_dim))
+        return rotate_qkv(qkv, *table)
 
-    def forward(self, u_BTD: Tensor, table: tuple[Tensor, Tensor], *, documents_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        u_BTD: Tensor,
+        table: tuple[Tensor, Tensor],
+        *,
+        documents_BT: Tensor | None = None,
+        spans: DocumentSpans | None = None,
+    ) -> Tensor:
         """Whole sequences from position 0."""
         q, k, v = self._project(u_BTD, table)
-        out_BTHD = window_attention(q, k, v, window=self.config.window, documents_BT=documents_BT)
-        return torch.matmul(out_BTHD.flatten(-2), self.out_proj)
+        out_BTHD = window_attention(q, k, v, window=self.config.window, documents_BT=documents_BT, spans=spans)
+        return linear_input_major(out_BTHD.flatten(-2), self.out_proj)
 
     def forward_cached(
         self,
@@ -61,19 +68,19 @@ class WindowAttention(nn.Module):
         table: tuple[Tensor, Tensor],
         keys_BWHD: Tensor,
         values_BWHD: Tensor,
-        ring: RingUpdate,
+        ring: RingUpdate | OrderedUpdate,
     ) -> Tensor:
         """Tokens that continue the sequences whose keys and values are given; both are updated in place."""
         q, k, v = self._project(u_BTD, table)
         k, v = k.to(keys_BWHD.dtype), v.to(values_BWHD.dtype)
         out_BTHD = window_attention(
             q,
-            torch.cat([keys_BWHD, k], dim=1).to(q.dtype),
-            torch.cat([values_BWHD, v], dim=1).to(q.dtype),
+            ring.seen(keys_BWHD, k).to(q.dtype),
+            ring.seen(values_BWHD, v).to(q.dtype),
             window=self.config.window,
             q_position_BT=ring.q_position_BT,
             k_position_BS=ring.k_position_BS,
         )
-        keys_BWHD[ring.batch_N, ring.slot_N] = k[ring.batch_N, ring.token_N]
-        values_BWHD[ring.batch_N, ring.slot_N] = v[ring.batch_N, ring.token_N]
-        return torch.matmul(out_BTHD.flatten(-2), self.out_proj)
+        ring.write(keys_BWHD, k)
+        ring.write(values_BWHD, v)
+        return linear_input_major(out_BTHD.flatten(-2), self.out_proj)

@@ -1,4 +1,8 @@
-"""A pre-norm residual block (section 3): x += mixer(norm(x)); x += feed_forward(norm(x))."""
+"""A pre-norm residual block (section 3): x += mixer(norm(x)); x += feed_forward(norm(x)).
+
+What a sub-layer adds to the residual stream stays beside it until the next norm, which adds it and normalises in one
+pass over memory: a block takes and gives the stream and the last branch.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,8 @@ from megatron_essh.model.attention import WindowAttention
 from megatron_essh.model.feed_forward import FeedForward
 from megatron_essh.model.mixer import SpectralMixer
 from megatron_essh.model.prefix import GradientScale
+from megatron_essh.ops.rms_norm import add_rms_norm, rms_norm
+from megatron_essh.ops.window_attention import DocumentSpans
 
 
 @dataclass(frozen=True)
@@ -27,7 +33,17 @@ class WholePass:
     """cos and sin of the positions' rotary angles."""
     documents_BT: Tensor | None
     """int64 document of each position; scan and attention are cut where it changes."""
+    spans: DocumentSpans | None
+    """The same documents as the attention kernels take them; None lets each attention layer find them."""
     scale: GradientScale
+
+
+def normed(x_BTD: Tensor, branch_BTD: Tensor | None, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
+    """The stream with the branch added to it, and its norm in the dtype of the products."""
+    assert norm.eps is not None
+    if branch_BTD is None:
+        return x_BTD, rms_norm(x_BTD, norm.weight, norm.eps)
+    return add_rms_norm(x_BTD, branch_BTD, norm.weight, norm.eps)
 
 
 class Block(nn.Module):
@@ -49,50 +65,57 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config)
 
     def forward(
-        self, x_BTD: Tensor, given: WholePass, observe: Callable[[Tensor], None] | None, recompute: Recompute
-    ) -> Tensor:
-        """The residual stream x_BTD after this block.
+        self,
+        x_BTD: Tensor,
+        branch_BTD: Tensor | None,
+        given: WholePass,
+        square_sum_N: Tensor | None,
+        recompute: Recompute,
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream x_BTD and what is still to be added to it, after this block, from the same before it.
 
         `recompute` says what the backward pass computes anew instead of keeping it: `block` all of the block,
-        `selective` the feed-forward part, whose activations are the largest. `observe` is called once in any case.
+        `selective` the feed-forward part, whose activations are the largest. `square_sum_N` (fp32 [n]) gets the sums of
+        the units' squared activations, once in any case.
         """
-        observe = None if observe is None else _Once(observe)
+        once = _Once(square_sum_N)
         if recompute == "block":
-            return run_again(lambda x: self._feed(self._mix(x, given), given, observe), x_BTD)
-        x_BTD = self._mix(x_BTD, given)
+            return run_again(lambda x, branch: self._feed(*self._mix(x, branch, given), given, once), x_BTD, branch_BTD)
+        x_BTD, branch_BTD = self._mix(x_BTD, branch_BTD, given)
         if recompute == "selective":
-            return run_again(self._feed, x_BTD, given, observe)
-        return self._feed(x_BTD, given, observe)
+            return run_again(self._feed, x_BTD, branch_BTD, given, once)
+        return self._feed(x_BTD, branch_BTD, given, once)
 
-    def _mix(self, x_BTD: Tensor, given: WholePass) -> Tensor:
-        u_BTD = self.mixer_norm(x_BTD)
+    def _mix(self, x_BTD: Tensor, branch_BTD: Tensor | None, given: WholePass) -> tuple[Tensor, Tensor]:
+        x_BTD, u_BTD = normed(x_BTD, branch_BTD, self.mixer_norm)
         if self.mixer is not None:
             y_BTD, _ = self.mixer(
                 u_BTD, given.capacity.channels, gradient_scale=given.scale.mixer, documents_BT=given.documents_BT
             )
         else:
             assert self.attention is not None
-            y_BTD = self.attention(u_BTD, given.rotary, documents_BT=given.documents_BT)
-        return x_BTD + y_BTD
+            y_BTD = self.attention(u_BTD, given.rotary, documents_BT=given.documents_BT, spans=given.spans)
+        return x_BTD, y_BTD
 
-    def _feed(self, x_BTD: Tensor, given: WholePass, observe: Callable[[Tensor], None] | None) -> Tensor:
-        return x_BTD + self.feed_forward(
-            self.ff_norm(x_BTD), given.capacity.ff_width, gradient_scale=given.scale.feed_forward, observe=observe
+    def _feed(self, x_BTD: Tensor, branch_BTD: Tensor, given: WholePass, once: _Once) -> tuple[Tensor, Tensor]:
+        x_BTD, u_BTD = normed(x_BTD, branch_BTD, self.ff_norm)
+        y_BTD = self.feed_forward(
+            u_BTD, given.capacity.ff_width, gradient_scale=given.scale.feed_forward, square_sum_N=once.take()
         )
+        return x_BTD, y_BTD
 
 
-def run_again(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+def run_again(function: Callable[..., Any], *arguments: Any) -> Any:
     """`function(*arguments)`, keeping its inputs alone: the backward pass runs it again. Nothing here is random."""
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 class _Once:
-    """Passes on the first call only: a recomputed forward pass is not observed."""
+    """Gives its tensor the first time only: a recomputed forward pass is not counted."""
 
-    def __init__(self, observe: Callable[[Tensor], None]) -> None:
-        self._observe: Callable[[Tensor], None] | None = observe
+    def __init__(self, tensor: Tensor | None) -> None:
+        self._tensor = tensor
 
-    def __call__(self, units_BTN: Tensor) -> None:
-        if self._observe is not None:
-            self._observe(units_BTN)
-            self._observe = None
+    def take(self) -> Tensor | None:
+        tensor, self._tensor = self._tensor, None
+        return tensor

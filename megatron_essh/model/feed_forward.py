@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from megatron_essh.config import ModelConfig
-from megatron_essh.model.prefix import prefix
+from megatron_essh.ops.linear import linear, linear_input_major
+from megatron_essh.ops.swiglu import swiglu
 
 
 class FeedForward(nn.Module):
@@ -34,13 +33,11 @@ class FeedForward(nn.Module):
         ff_width: int,
         *,
         gradient_scale: float = 1.0,
-        observe: Callable[[Tensor], None] | None = None,
+        square_sum_N: Tensor | None = None,
     ) -> Tensor:
-        """u_BTD -> y_BTD with the first `ff_width` units; `observe` is shown the units' activations [B, T, n]."""
-        gate_up = prefix(self.gate_up, ff_width, gradient_scale)
-        down = prefix(self.down, ff_width, gradient_scale)
-        gate_BTN, up_BTN = F.linear(u_BTD, gate_up.flatten(0, 1)).unflatten(-1, (ff_width, 2)).unbind(-1)
-        units_BTN = F.silu(gate_BTN) * up_BTN
-        if observe is not None:
-            observe(units_BTN.detach())
-        return torch.matmul(units_BTN, down)
+        """u_BTD -> y_BTD with the first `ff_width` units.
+
+        square_sum_N: fp32 [n]; the sum over all positions of the units' squared activations is added to it.
+        """
+        gate_up_BTN = linear(u_BTD, self.gate_up, ff_width, gradient_scale=gradient_scale)
+        return linear_input_major(swiglu(gate_up_BTN, square_sum_N), self.down, gradient_scale=gradient_scale)

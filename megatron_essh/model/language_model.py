@@ -6,8 +6,7 @@ continue a `ModelState`. Both take a `Capacity` and run the smaller tensors, as 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +17,15 @@ from megatron_essh.config.components import Recompute
 from megatron_essh.elastic.capacity import Capacity, full_capacity
 from megatron_essh.errors import UserError
 from megatron_essh.model.attention import rotary_table
-from megatron_essh.model.block import Block, WholePass
+from megatron_essh.model.block import Block, WholePass, normed
 from megatron_essh.model.prefix import GradientScale
-from megatron_essh.model.state import ModelState, advance
+from megatron_essh.model.state import ModelState, OrderedUpdate, RingUpdate, advance, advance_together, common_start
+from megatron_essh.ops.window_attention import document_spans
 
 PREFILL_SEGMENT = 2048
 """Tokens a segment of a long prompt, where the window does not ask for fewer."""
-
-Observer = Callable[[int, Tensor], None]
-"""Is shown (layer, feed-forward activations [B, T, n])."""
+PREFILL_TOKENS = 32_768
+"""Tokens that a GPU takes at a time, of all sequences, where they stand at one position and have no pads."""
 
 
 class LanguageModel(nn.Module):
@@ -60,6 +59,11 @@ class LanguageModel(nn.Module):
         """The output head [V, D]: the embedding, tied."""
         return self.embedding.weight
 
+    def product_weights(self) -> list[nn.Parameter]:
+        """The weights of matrix products, the head's among them."""
+        names = {"in_proj", "out_proj", "qkv", "gate_up", "down", "embedding.weight"}
+        return [p for name, p in self.named_parameters() if name in names or name.rpartition(".")[2] in names]
+
     @property
     def device(self) -> torch.device:
         """Where the parameters are."""
@@ -84,7 +88,7 @@ class LanguageModel(nn.Module):
         *,
         documents_BT: Tensor | None = None,
         gradient_scale: GradientScale | None = None,
-        observe: Observer | None = None,
+        square_sums_LN: Tensor | None = None,
     ) -> Tensor:
         """Hidden states [B, T, D] after the final norm, of whole sequences.
 
@@ -93,17 +97,22 @@ class LanguageModel(nn.Module):
             capacity: the prefix to run; None runs all.
             documents_BT: int64 document of each position; scan and attention are cut where it changes.
             gradient_scale: factors on this pass's weight gradients.
-            observe: is shown each layer's feed-forward activations.
+            square_sums_LN: fp32 [L, n] to which each layer's sums of squared feed-forward activations are added, at
+                full capacity.
 
         Raises:
             UserError: the capacity is not within this model.
         """
         rotary = self._rotary(torch.arange(tokens_BT.shape[1], device=tokens_BT.device))
-        given = WholePass(self._checked(capacity), rotary, documents_BT, gradient_scale or GradientScale())
-        x_BTD = self.embedding(tokens_BT)
+        spans = None
+        if documents_BT is not None and documents_BT.is_cuda and self.config.attention_layers:
+            spans = document_spans(documents_BT)  # it reads from the device, so once a pass
+        given = WholePass(self._checked(capacity), rotary, documents_BT, spans, gradient_scale or GradientScale())
+        x_BTD, branch_BTD = self.embedding(tokens_BT), None
         for layer, block in enumerate(self._blocks()):
-            x_BTD = block(x_BTD, given, None if observe is None else partial(observe, layer), self.recompute)
-        return self.final_norm(x_BTD)
+            sums_N = None if square_sums_LN is None else square_sums_LN[layer]
+            x_BTD, branch_BTD = block(x_BTD, branch_BTD, given, sums_N, self.recompute)
+        return normed(x_BTD, branch_BTD, self.final_norm)[1]
 
     def forward(
         self, tokens_BT: Tensor, capacity: Capacity | None = None, *, documents_BT: Tensor | None = None
@@ -148,30 +157,20 @@ class LanguageModel(nn.Module):
         capacity: Capacity | None = None,
         *,
         valid_BT: Tensor | None = None,
+        segment: int | None = None,
     ) -> tuple[Tensor, ModelState]:
         """Hidden states [B, T, D] of tokens that continue `state`, which is updated in place and returned.
 
         Pads (`valid_BT` False) may stand anywhere; they touch no state and their hidden states mean nothing. Long
-        prompts run in segments, so that no more than a window's keys and a segment's are seen at a time.
+        prompts run in segments, so that no more than a window's keys and a segment's are seen at a time. Sequences
+        that stand at one position and have no pads see their keys in order, which a GPU is fastest with.
+
+        Args:
+            segment: tokens a sequence takes in at a time, any number. None: as many as are quick on a GPU; elsewhere,
+                and where positions differ or there are pads, at most a window and `PREFILL_SEGMENT`.
         """
-        capacity = self._checked(capacity)
-        if state.spectral and state.spectral[0].shape[1] != capacity.channels:
-            raise UserError(
-                f"capacity {capacity}: the state was made for {state.spectral[0].shape[1]} channels; "
-                "make one with init_state at this capacity"
-            )
-        ring = state.key_position_BW.shape[1]
-        if self.config.window is None and ring:
-            taken = tokens_BT.shape[1] if valid_BT is None else int(valid_BT.sum(1).max())
-            if int(state.position_B.max()) + taken > ring:
-                raise UserError(f"the sequence outgrows the state's max_length of {ring} tokens")
-        segment = min(ring or PREFILL_SEGMENT, PREFILL_SEGMENT)
-        parts = []
-        for start in range(0, tokens_BT.shape[1], segment):
-            piece = slice(start, start + segment)
-            valid = None if valid_BT is None else valid_BT[:, piece]
-            parts.append(self._continue(tokens_BT[:, piece], state, capacity, valid))
-        return torch.cat(parts, dim=1), state
+        parts = list(self._segments(tokens_BT, state, self._continuing(state, capacity), valid_BT, segment))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), state
 
     def prefill(
         self,
@@ -180,20 +179,30 @@ class LanguageModel(nn.Module):
         capacity: Capacity | None = None,
         *,
         valid_BT: Tensor | None = None,
+        segment: int | None = None,
     ) -> tuple[Tensor, ModelState]:
         """Take in prompts: logits [B, V] after each sequence's last token that is no pad, and the state.
+
+        Keeps one segment's hidden states at a time; the arguments are `prefill_hidden`'s.
 
         Raises:
             UserError: a sequence has no token.
         """
         if tokens_BT.shape[1] == 0 or (valid_BT is not None and not bool(valid_BT.any(1).all())):
             raise UserError("prefill: a sequence has no token; give each prompt at least one")
-        hidden_BTD, state = self.prefill_hidden(tokens_BT, state, capacity, valid_BT=valid_BT)
-        if valid_BT is None:
-            last_BD = hidden_BTD[:, -1]
-        else:
-            place_B = torch.where(valid_BT, torch.arange(valid_BT.shape[1], device=valid_BT.device), -1).amax(1)
-            last_BD = hidden_BTD[torch.arange(len(place_B), device=place_B.device), place_B]
+        last_BD = self.embedding.weight.new_empty(0)
+        row_B = torch.arange(len(tokens_BT), device=tokens_BT.device)
+        start = 0
+        for hidden_BTD in self._segments(tokens_BT, state, self._continuing(state, capacity), valid_BT, segment):
+            end = start + hidden_BTD.shape[1]
+            if valid_BT is None:
+                last_BD = hidden_BTD[:, -1]
+            else:
+                place_T = torch.arange(end - start, device=tokens_BT.device)
+                place_B = torch.where(valid_BT[:, start:end], place_T, -1).amax(1)
+                found_BD = hidden_BTD[row_B, place_B]
+                last_BD = found_BD if start == 0 else torch.where(place_B[:, None] >= 0, found_BD, last_BD)
+            start = end
         return F.linear(last_BD, self.head_weight), state
 
     def step(self, tokens_B: Tensor, state: ModelState, capacity: Capacity | None = None) -> tuple[Tensor, ModelState]:
@@ -204,24 +213,64 @@ class LanguageModel(nn.Module):
     def _rotary(self, position: Tensor) -> tuple[Tensor, Tensor]:
         return rotary_table(position, self.config.head_dim, self.config.rope_base, self.table_dtype)
 
-    def _continue(self, tokens_BT: Tensor, state: ModelState, capacity: Capacity, valid_BT: Tensor | None) -> Tensor:
-        everything = torch.ones_like(tokens_BT, dtype=torch.bool) if valid_BT is None else valid_BT
-        ring = advance(state, everything)
-        table = self._rotary(ring.q_position_BT)
-        x_BTD = self.embedding(tokens_BT)
+    def _continuing(self, state: ModelState, capacity: Capacity | None) -> Capacity:
+        capacity = self._checked(capacity)
+        if state.spectral and state.spectral[0].shape[1] != capacity.channels:
+            raise UserError(
+                f"capacity {capacity}: the state was made for {state.spectral[0].shape[1]} channels; "
+                "make one with init_state at this capacity"
+            )
+        return capacity
+
+    def _segments(
+        self, tokens_BT: Tensor, state: ModelState, capacity: Capacity, valid_BT: Tensor | None, segment: int | None
+    ) -> Iterator[Tensor]:
+        """The hidden states of one segment of the tokens after another; `state` moves on with them."""
+        if segment is not None and segment < 1:
+            raise UserError(f"segment {segment}: at least 1 token")
+        batch, length = tokens_BT.shape
+        ring = state.key_position_BW.shape[1]
+        if self.config.window is None and ring:
+            taken = length if valid_BT is None else int(valid_BT.sum(1).max())
+            if int(state.position_B.max()) + taken > ring:
+                raise UserError(f"the sequence outgrows the state's max_length of {ring} tokens")
+        position = None
+        if length > 1 and (segment is not None or tokens_BT.is_cuda):
+            position = common_start(state, valid_BT)
+        if position is not None:
+            valid_BT = None
+            segment = segment or max(PREFILL_SEGMENT, PREFILL_TOKENS // batch)
+        segment = segment or min(ring or PREFILL_SEGMENT, PREFILL_SEGMENT)
+        for start in range(0, length, segment):
+            piece = slice(start, start + segment)
+            valid = None if valid_BT is None else valid_BT[:, piece]
+            yield self._continue(
+                tokens_BT[:, piece], state, capacity, valid, None if position is None else position + start
+            )
+
+    def _continue(
+        self, tokens_BT: Tensor, state: ModelState, capacity: Capacity, valid_BT: Tensor | None, position: int | None
+    ) -> Tensor:
+        """Hidden states of tokens that continue `state`; `position` is the first one's, if all sequences share it."""
+        if position is not None:
+            ring: RingUpdate | OrderedUpdate = advance_together(state, position, tokens_BT.shape[1])
+        else:
+            ring = advance(state, torch.ones_like(tokens_BT, dtype=torch.bool) if valid_BT is None else valid_BT)
+        table = self._rotary(ring.position)
+        x_BTD, branch_BTD = self.embedding(tokens_BT), None
         spectral = attending = 0
         for block in self._blocks():
-            u_BTD = block.mixer_norm(x_BTD)
+            x_BTD, u_BTD = normed(x_BTD, branch_BTD, block.mixer_norm)
             if block.mixer is not None:
-                y_BTD, state.spectral[spectral] = block.mixer(
+                branch_BTD, state.spectral[spectral] = block.mixer(
                     u_BTD, capacity.channels, valid_BT=valid_BT, state_BKM2P=state.spectral[spectral]
                 )
                 spectral += 1
             else:
                 assert block.attention is not None
                 keys, values = state.keys[attending], state.values[attending]
-                y_BTD = block.attention.forward_cached(u_BTD, table, keys, values, ring)
+                branch_BTD = block.attention.forward_cached(u_BTD, table, keys, values, ring)
                 attending += 1
-            x_BTD = x_BTD + y_BTD
-            x_BTD = x_BTD + block.feed_forward(block.ff_norm(x_BTD), capacity.ff_width)
-        return self.final_norm(x_BTD)
+            x_BTD, u_BTD = normed(x_BTD, branch_BTD, block.ff_norm)
+            branch_BTD = block.feed_forward(u_BTD, capacity.ff_width)
+        return normed(x_BTD, branch_BTD, self.final_norm)[1]

@@ -10,10 +10,10 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from megatron_essh.config import ModelConfig
-from megatron_essh.model.prefix import prefix
+from megatron_essh.ops.linear import linear, linear_input_major
+from megatron_essh.ops.prefix import prefix
 from megatron_essh.ops.selective_scan import ModalTables, selective_scan
 from megatron_essh.spectral.banks import build_bank
 
@@ -84,9 +84,8 @@ class SpectralMixer(nn.Module):
         """
         config = self.config
         p, m = config.value_width, config.modes
-        w_in = prefix(self.in_proj, channels, gradient_scale)
-        w_out = prefix(self.out_proj, channels * p, gradient_scale)
-        raw_BTKX = F.linear(u_BTD, w_in.flatten(0, 1)).unflatten(-1, (channels, p + 3 * m))
+        raw_BTX = linear(u_BTD, self.in_proj, channels, gradient_scale=gradient_scale)
+        raw_BTKX = raw_BTX.unflatten(-1, (channels, p + 3 * m))
         if config.clock == "constant":  # the clock's weights stay at zero: its pre-activation is the bias alone
             raw_BTKX = torch.cat([raw_BTKX[..., : p + 2 * m], torch.zeros_like(raw_BTKX[..., p + 2 * m :])], dim=-1)
         z_BTKP, state_BKM2P = selective_scan(
@@ -98,5 +97,7 @@ class SpectralMixer(nn.Module):
             documents_BT=documents_BT,
             valid_BT=valid_BT,
         )
-        y_BTD = torch.matmul(z_BTKP.flatten(-2), w_out) * channels**-0.5
+        y_BTD = linear_input_major(
+            z_BTKP.flatten(-2), self.out_proj, gradient_scale=gradient_scale, output_scale=channels**-0.5
+        )
         return y_BTD, state_BKM2P

@@ -25,6 +25,8 @@ from megatron_essh.elastic.plan import FULL, budget_label, pretraining_plan, ref
 from megatron_essh.errors import UserError
 from megatron_essh.evaluation.perplexity import Batches, score
 from megatron_essh.model.language_model import LanguageModel
+from megatron_essh.ops.linear import keep_gradients, refresh_copies
+from megatron_essh.training.captured import CapturedPasses
 from megatron_essh.training.optimizer import build_optimizer, load_moments, named_moments, updates_done
 from megatron_essh.training.schedule import learning_rate
 
@@ -89,6 +91,27 @@ class NativeEngine:
             weight_decay=config.refinement.weight_decay if refine else config.optimizer.weight_decay,
         )
         self.statistics = UnitStatistics(config.model, config.elastic.statistics_decay, device)
+        self._passes: CapturedPasses | None = None
+        if device.type == "cuda":
+            self._prepare_device()
+
+    def _prepare_device(self) -> None:
+        """On a GPU, gradients and low-precision weights are kept in place, so that passes can be recorded."""
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        keep_gradients(self.model.product_weights())
+        self._refresh_copies()
+        self._gradient_factor = torch.ones((), device=self.device)
+        training = self.config.training
+        if training.capture and self.cut_at is None:
+            self._passes = CapturedPasses(
+                self._device_pass, training.micro_batch, self.config.data.sequence_length, self.device
+            )
+
+    def _refresh_copies(self) -> None:
+        """After every change of the weights."""
+        if self.device.type == "cuda" and self.config.training.precision == "bf16":
+            refresh_copies(self.model.product_weights(), torch.bfloat16)
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
@@ -145,28 +168,56 @@ class NativeEngine:
         sums = StepSums()
         slot, micro = self.config.elastic.slot_sequences, self.config.training.micro_batch
         assert len(tokens) == len(plan) * slot, f"{len(tokens)} sequences for {len(plan)} slots of {slot}"
+        counted = [int((piece != IGNORED).sum()) for piece in labels.split(micro)]
+        inputs, labels = inputs.to(self.device), labels.to(self.device)  # at once: a copy waits for what runs
+        documents = None if documents is None else documents.to(self.device)
+        if self.device.type == "cuda":
+            self._gradient_factor.fill_(1.0 / valid)
         for index, budget in enumerate(plan):
             for start in range(index * slot, (index + 1) * slot, micro):
                 rows = slice(start, start + micro)
-                cut = None if documents is None else documents[rows].to(self.device)
-                with self._autocast():
-                    loss = self._loss(inputs[rows].to(self.device), labels[rows].to(self.device), cut, budget)
-                (loss.objective / valid).backward()
-                sums.add(budget, loss, int((labels[rows] != IGNORED).sum()))
+                cut = None if documents is None else documents[rows]
+                loss = self._micro_batch(inputs[rows], labels[rows], cut, budget, valid)
+                sums.add(budget, loss, counted[start // micro])
+                if budget == FULL and self._orders_units:
+                    self.statistics.count(inputs[rows].numel())
         return sums, valid
+
+    def _micro_batch(
+        self, inputs: Tensor, labels: Tensor, documents: Tensor | None, budget: int, valid: int
+    ) -> MicroLoss:  # fmt: skip
+        """One micro-batch forward and backward; the objective's gradient is divided by the step's `valid` tokens."""
+        if self._passes is not None:
+            return self._passes(inputs, labels, budget)
+        if self.device.type == "cuda":
+            return self._device_pass(inputs, labels, budget, documents)
+        with self._autocast():
+            loss = self._loss(inputs, labels, documents, budget, None)
+        (loss.objective / valid).backward()
+        return loss
+
+    def _device_pass(
+        self, inputs: Tensor, labels: Tensor, budget: int, documents: Tensor | None = None
+    ) -> MicroLoss:  # fmt: skip
+        with self._autocast():
+            loss = self._loss(inputs, labels, documents, budget, self._gradient_factor)
+        loss.objective.backward()
+        return loss
 
     def step(self, rate: float) -> None:
         """Apply the accumulated gradients at learning rate `rate` and clear them."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=self.device.type != "cuda")
+        self._refresh_copies()
 
     def order_units(self) -> None:
         """Sort every layer's feed-forward units by importance; the full-width function is unchanged."""
         for layer in range(self.config.model.n_layers):
             down = self.model.get_parameter(f"blocks.{layer}.feed_forward.down")
             self.permute(layer, unit_order(self.statistics.mean_square_LN[layer], down))
+        self._refresh_copies()
 
     def permute(self, layer: int, order_N: Tensor) -> None:
         """Reorder a layer's units: weights, both moments and the statistic."""
@@ -224,6 +275,7 @@ class NativeEngine:
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(tensors[f"model.{name}"])
+        self._refresh_copies()
         load_moments(self.model, self.optimizer, tensors, int(values["updates"]))
         self.statistics.mean_square_LN.copy_(tensors["statistics.mean_square"])
         if "rng.torch" in tensors:
@@ -233,15 +285,22 @@ class NativeEngine:
 
     # -- parts ------------------------------------------------------------------------------------------------------
 
-    def _loss(self, inputs: Tensor, labels: Tensor, documents: Tensor | None, budget: int) -> MicroLoss:
-        capacity = self.capacities[budget]
+    @property
+    def _orders_units(self) -> bool:
+        """Whether anything reads the statistics of units."""
+        elastic = self.config.elastic
+        return self.stage == "pretrain" and elastic.enabled and elastic.ordering_interval > 0
+
+    def _loss(
+        self, inputs: Tensor, labels: Tensor, documents: Tensor | None, budget: int, grad_scale: Tensor | None
+    ) -> MicroLoss:
+        model, config, capacity = self.model, self.config, self.capacities[budget]
         if self.stage == "refine":
-            return refinement_loss(self.model, self.config, inputs, labels, documents, capacity)
+            return refinement_loss(model, config, inputs, labels, documents, capacity, grad_scale=grad_scale)
         if budget == FULL:
-            ordered = self.config.elastic.enabled and self.config.elastic.ordering_interval > 0
-            observe = self.statistics.observe if ordered else None  # nothing else reads the statistics
-            return full_loss(self.model, self.config, inputs, labels, documents, observe)
-        return reduced_loss(self.model, self.config, inputs, labels, documents, capacity)
+            sums_LN = self.statistics.square_sums_LN if self._orders_units else None
+            return full_loss(model, config, inputs, labels, documents, sums_LN, grad_scale=grad_scale)
+        return reduced_loss(model, config, inputs, labels, documents, capacity, grad_scale=grad_scale)
 
     def _learning_rate(self, step: int) -> float:
         config = self.config
@@ -260,7 +319,9 @@ class NativeEngine:
         return float(norm)
 
     def _autocast(self) -> AbstractContextManager[object]:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.training.precision == "bf16")
+        # Products keep low-precision weights themselves, and a recorded pass must not use a cache from outside it.
+        enabled = self.config.training.precision == "bf16"
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled, cache_enabled=self._passes is None)
 
 
 class StepSums:

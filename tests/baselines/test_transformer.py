@@ -206,19 +206,6 @@ def test_norms_and_embedding_do_not_decay(transformer) -> None:
     assert len(free) == 2 * 2 + 2
 
 
-def test_observed_activations_are_those_that_go_down(transformer) -> None:
-    model = transformer(n_layers=3)
-    shown: dict[int, Tensor] = {}
-    tokens = torch.randint(0, 31, (2, 5))
-    inputs: list[Tensor] = []
-    for block in model.blocks:
-        block.feed_forward.down.register_forward_pre_hook(lambda module, given: inputs.append(given[0]))
-    model.hidden(tokens, observe=lambda layer, units: shown.__setitem__(layer, units))
-    assert sorted(shown) == [0, 1, 2]
-    for layer, units in enumerate(inputs):
-        assert torch.equal(shown[layer], units)
-
-
 def test_what_it_does_not_have_is_an_error(transformer) -> None:
     model, tokens = transformer(), torch.zeros(1, 2, dtype=torch.int64)
     with pytest.raises(UserError, match="one capacity"):

@@ -10,7 +10,9 @@ from megatron_essh.config import ModelConfig
 from megatron_essh.elastic.capacity import Capacity, full_capacity
 from megatron_essh.errors import UserError
 from megatron_essh.model.language_model import LanguageModel
-from megatron_essh.model.prefix import GradientScale, scale_gradient
+from megatron_essh.model.prefix import GradientScale
+from megatron_essh.ops.linear import keep_gradients
+from megatron_essh.ops.prefix import scale_gradient
 
 CONFIG = ModelConfig(
     d_model=32,
@@ -165,6 +167,21 @@ def test_gradient_scale_halves_feed_forward_gradients_and_nothing_else():
     for name, parameter in model.named_parameters():
         factor = 0.5 if "feed_forward" in name else 0.25 if ".mixer." in name else 1.0
         torch.testing.assert_close(parameter.grad, factor * plain[name])
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "block"])
+@pytest.mark.parametrize("capacity", [None, SMALL], ids=str)
+def test_kept_gradients_are_autograds_added_up(capacity, recompute):
+    plain, kept = build(), build()
+    kept.recompute = recompute
+    keep_gradients(kept.product_weights())
+    for seed in range(2):
+        for model in (plain, kept):
+            hidden = model.hidden(tokens(2, 9, seed), capacity, gradient_scale=GradientScale(0.5, 0.25))
+            (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
+    for (name, one), (_, other) in zip(plain.named_parameters(), kept.named_parameters(), strict=True):
+        expected = torch.zeros_like(one) if one.grad is None else one.grad
+        torch.testing.assert_close(other.grad, expected, rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_scaled_gradient_keeps_every_bit_of_the_weight():

@@ -42,16 +42,16 @@ def plain_refinement(full: Tensor, tier: Tensor, weight: Tensor, labels: Tensor)
     return full_ce + tier_ce + 5 * tv, full_ce, tier_ce, tv
 
 
-def chunked_cross_entropy(hidden: Tensor, other: Tensor, weight: Tensor, labels: Tensor, chunk: int | None):
-    return (cross_entropy(hidden, weight, labels, chunk=chunk),)
+def chunked_cross_entropy(hidden: Tensor, other: Tensor, weight: Tensor, labels: Tensor, chunk: int | None, **options):
+    return (cross_entropy(hidden, weight, labels, chunk=chunk, **options),)
 
 
-def chunked_distillation(hidden: Tensor, teacher: Tensor, weight: Tensor, labels: Tensor, chunk: int | None):
-    return distillation(hidden, teacher, weight, labels, ce_weight=1.5, kl_weight=0.3, chunk=chunk)
+def chunked_distillation(hidden: Tensor, teacher: Tensor, weight: Tensor, labels: Tensor, chunk: int | None, **options):
+    return distillation(hidden, teacher, weight, labels, ce_weight=1.5, kl_weight=0.3, chunk=chunk, **options)
 
 
-def chunked_refinement(full: Tensor, tier: Tensor, weight: Tensor, labels: Tensor, chunk: int | None):
-    return refinement(full, tier, weight, labels, tv_weight=5.0, chunk=chunk)
+def chunked_refinement(full: Tensor, tier: Tensor, weight: Tensor, labels: Tensor, chunk: int | None, **options):
+    return refinement(full, tier, weight, labels, tv_weight=5.0, chunk=chunk, **options)
 
 
 LOSSES = [
@@ -229,3 +229,83 @@ def test_fp32_matches_fp64(loss, plain, device):
     for expected, actual in zip(*results, strict=True):
         error = torch.linalg.vector_norm(actual.cpu().double() - expected)
         assert error <= 1e-5 * torch.linalg.vector_norm(expected)
+
+
+# -- a factor known on the way forward, gradients and weights that are kept --------------------------------------------
+
+
+def moved_case(device: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *inputs, labels = random_case(60, width=16, vocabulary=72)
+    return *(x.to(device, dtype).requires_grad_() for x in inputs), labels.to(device)
+
+
+def backward_of(loss: Loss, case: tuple[Tensor, ...], bf16: bool, **options: Tensor) -> list[Tensor]:
+    """Values of the loss, having called backward."""
+    *inputs, labels = case
+    with torch.autocast(labels.device.type, torch.bfloat16, enabled=bf16):
+        values = loss(*inputs, labels, 25, **options)
+    values[0].backward()
+    return [value.detach() for value in values]
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize(("loss", "plain"), LOSSES)
+def test_a_factor_on_the_way_forward_is_the_factor_on_the_objective(loss, plain, bf16, device):
+    scale = torch.tensor(1 / 250_000, device=device)
+    case, scaled = moved_case(device), moved_case(device)
+    values, scaled_values = backward_of(loss, case, bf16), backward_of(loss, scaled, bf16, grad_scale=scale)
+    for one, other in zip(scaled_values, values, strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(scaled[:3], case[:3], strict=True):
+        if other.grad is None:  # a teacher, or what a loss does not take
+            assert one.grad is None
+            continue
+        error = torch.linalg.vector_norm(one.grad - other.grad * scale)
+        assert error <= (0.006 if bf16 else 1e-6) * torch.linalg.vector_norm(other.grad * scale)
+
+
+@pytest.mark.parametrize(("loss", "plain"), LOSSES)
+def test_a_factor_of_two_in_fp64_is_exact(loss, plain):
+    *inputs, labels = random_case(20)
+    inputs = [x.requires_grad_() for x in inputs]
+    expected = gradients(2 * loss(*inputs, labels, 6)[0], *inputs)
+    scaled = loss(*inputs, labels, 6, grad_scale=torch.tensor(2.0))
+    for one, other in zip(gradients(scaled[0], *inputs), expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("factor", [None, 0.25])
+@pytest.mark.parametrize(("loss", "plain"), LOSSES)
+def test_the_gradient_that_would_be_returned_is_added_to_main_grad(loss, plain, factor, bf16, device):
+    options = {} if factor is None else {"grad_scale": torch.tensor(factor, device=device)}
+    case, kept = moved_case(device), moved_case(device)
+    weight = kept[2]
+    before = torch.randn(weight.shape, device=device)
+    weight.main_grad = before.clone()
+    for one in (case, kept):
+        backward_of(loss, one, bf16, **options)
+    assert weight.grad is None
+    error = torch.linalg.vector_norm(weight.main_grad - before - case[2].grad)
+    assert error <= 1e-6 * torch.linalg.vector_norm(before) + 1e-6 * torch.linalg.vector_norm(case[2].grad)
+    for one, other in zip(kept[:2], case[:2], strict=True):
+        assert one.grad is other.grad is None or torch.equal(one.grad, other.grad)
+
+
+def test_the_head_is_the_weights_copy_where_it_has_one(device):
+    hidden, _, weight, labels = moved_case(device)
+    weight.compute_copy = -weight.detach().bfloat16()
+    with torch.autocast(device, torch.bfloat16):
+        copied = cross_entropy(hidden, weight, labels)
+        expected = cross_entropy(hidden, -weight, labels)
+    assert torch.equal(copied, expected)
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_where_gradients_are_off_none_is_taken(off, device):
+    hidden, _, weight, labels = moved_case(device)
+    weight.main_grad = torch.zeros_like(weight)
+    expected = cross_entropy(hidden.detach(), weight.detach(), labels)
+    with off():
+        assert torch.equal(cross_entropy(hidden, weight, labels, grad_scale=torch.tensor(1.0, device=device)), expected)
+    assert not weight.main_grad.any()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -10,10 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_essh.ops.window_attention import window_attention
-from megatron_essh.ops.window_attention.reference import BLOCK_ROWS
+from megatron_essh.ops.window_attention import document_spans, flash, window_attention
+from megatron_essh.ops.window_attention.reference import BLOCK_ROWS, causal_window
 
 
 def masked_softmax(q_BTHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, seen_BTS: Tensor) -> Tensor:
@@ -74,6 +76,162 @@ def test_a_document_sees_nothing_of_another():
     out = window_attention(q, k, v, window=200, documents_BT=documents)
     alone = window_attention(q[:, 120:], k[:, 120:], v[:, 120:], window=200)
     torch.testing.assert_close(out[:, 120:], alone, rtol=1e-12, atol=1e-12)
+
+
+def test_a_number_that_comes_again_is_another_document():
+    q, k, v = random_qkv(*[(1, 300, 2, 4)] * 3)
+    again = torch.tensor([0] * 120 + [1] * 100 + [0] * 80)[None]
+    rising = torch.tensor([0] * 120 + [1] * 100 + [2] * 80)[None]
+    out = window_attention(q, k, v, window=280, documents_BT=again)
+    assert torch.equal(out, window_attention(q, k, v, window=280, documents_BT=rising))
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 9), (7, 130), (BLOCK_ROWS, BLOCK_ROWS + 1), (300, 391)])
+@pytest.mark.parametrize("window", [1, 5, BLOCK_ROWS, 200, None])
+def test_without_positions_the_queries_are_the_last_of_the_keys(queries, keys, window):
+    q, k, v = (x.requires_grad_() for x in random_qkv((2, queries, 2, 4), *[(2, keys, 2, 4)] * 2))
+    expected = masked_softmax(q, k, v, seen_in_order(keys, window, None)[:, keys - queries :])
+    actual = window_attention(q, k, v, window=window)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    for one, other in zip(
+        torch.autograd.grad(actual.sin().sum(), (q, k, v)),
+        torch.autograd.grad(expected.sin().sum(), (q, k, v)),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+
+
+@settings(max_examples=50, deadline=None)
+@given(batch=st.integers(1, 3), length=st.integers(1, 60), seed=st.integers(0, 2**31))
+def test_spans_are_the_runs_of_equal_numbers(batch, length, seed):
+    generator = torch.Generator().manual_seed(seed)
+    documents = torch.randint(0, 3, (batch, length), generator=generator).repeat_interleave(2, dim=1)[:, :length]
+    starts = [
+        row * length + place
+        for row, numbers in enumerate(documents.tolist())
+        for place in range(length)
+        if place == 0 or numbers[place] != numbers[place - 1]
+    ]
+    ends = [*starts[1:], batch * length]
+    spans = document_spans(documents)
+    assert spans.start_N1.tolist() == [*starts, batch * length]
+    assert spans.start_N1.dtype == torch.int32
+    assert spans.longest == max(end - start for start, end in zip(starts, ends, strict=True))
+
+
+def plain_varlen(*arguments: Any, **named: Any) -> Tensor:
+    """What the library's `varlen_attn` is documented to compute, called as it is declared; checks what it trusts."""
+    call = inspect.signature(LIBRARY_VARLEN).bind(*arguments, **named)
+    call.apply_defaults()
+    q, k, v, q_start, k_start, most_q, most_k = arguments
+    before, after = call.arguments["window_size"]
+    assert q_start.dtype == k_start.dtype == torch.int32
+    assert after == 0, "not causal"
+    sizes = [(start[1:] - start[:-1]).tolist() for start in (q_start, k_start)]
+    assert [max(some) for some in sizes] == [most_q, most_k]
+    assert [sum(some) for some in sizes] == [len(q), len(k)]
+    outputs = []
+    for q_part, k_part, v_part in zip(
+        *(x.split(n) for x, n in ((q, sizes[0]), (k, sizes[1]), (v, sizes[1]))), strict=True
+    ):
+        keys = len(k_part)
+        lag = torch.arange(keys)[keys - len(q_part) :, None] - torch.arange(keys)
+        seen = (lag >= 0) & ((lag <= before) | (before < 0))
+        outputs.append(masked_softmax(q_part[None], k_part[None], v_part[None], seen[None])[0])
+    return torch.cat(outputs)
+
+
+LIBRARY_VARLEN = varlen.varlen_attn
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("window", [1, 20, 64, 99, 100, None])
+@pytest.mark.parametrize("form", ["in order", "documents", "last queries"])
+def test_the_kernels_are_asked_for_what_the_reference_computes(monkeypatch, batch, window, form):
+    monkeypatch.setattr(flash, "varlen_attn", plain_varlen)
+    queries = 37 if form == "last queries" else 100
+    q, k, v = random_qkv((batch, queries, 2, 4), *[(batch, 100, 2, 4)] * 2)
+    documents = random_documents(batch, 100) % 2 if form == "documents" else None
+    spans = None if documents is None else document_spans(documents)
+    actual = flash.flash_window(q, k, v, window, spans)
+    torch.testing.assert_close(actual, causal_window(q, k, v, window, documents), rtol=1e-12, atol=1e-12)
+
+
+def relative_rms(actual: Tensor, expected: Tensor) -> float:
+    return float(torch.linalg.vector_norm(actual.double() - expected) / torch.linalg.vector_norm(expected))
+
+
+GPU_CASES = [
+    # B, T, S, window, documents
+    (1, 2049, 2049, 2048, False),
+    (2, 2048 + 64, 2048 + 64, 2048, False),
+    (1, 5000, 5000, 2048, False),
+    (3, 2049, 2049, 64, False),
+    (1, 5000, 5000, 128, False),
+    (2, 2048, 2048, 2048, True),
+    (3, 2048 + 64, 2048 + 64, 128, True),
+    (1, 5000, 5000, 2048, True),
+    (2, 2048, 2048, None, True),
+    (1, 3000, 5047, 2048, False),
+    (2, 65, 128, 64, False),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("batch", "queries", "keys", "window", "cut"), GPU_CASES)
+def test_the_kernels_match_fp64_forward_and_backward(batch, queries, keys, window, cut, dtype):
+    shapes = (batch, queries, 2, 64), *[(batch, keys, 2, 64)] * 2
+    inputs = [x.cuda().to(dtype).requires_grad_() for x in random_qkv(*shapes)]
+    documents = (random_documents(batch, keys) // 40 % 2).cuda() if cut else None
+    assert flash.flash_takes(*inputs)
+    actual = window_attention(*inputs, window=window, documents_BT=documents)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    expected = causal_window(*exact, window, documents)
+    assert actual.dtype == dtype
+    assert relative_rms(actual, expected) < 0.004
+    grad = torch.randn(shapes[0], generator=torch.Generator().manual_seed(1), dtype=torch.float64).cuda().to(dtype)
+    for one, other in zip(
+        torch.autograd.grad(actual, inputs, grad), torch.autograd.grad(expected, exact, grad.double()), strict=True
+    ):
+        assert one.isfinite().all()
+        assert relative_rms(one, other) < 0.006
+
+
+@pytest.mark.gpu
+def test_spans_made_once_serve_every_layer_and_wait_for_nothing():
+    q, k, v = (x.cuda().bfloat16() for x in random_qkv(*[(2, 500, 2, 64)] * 3))
+    documents = random_documents(2, 500).cuda()
+    spans = document_spans(documents)
+    expected = window_attention(q, k, v, window=300, documents_BT=documents)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        actual = window_attention(q, k, v, window=300, documents_BT=documents, spans=spans)
+        window_attention(q, k, v, window=300)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["in order", "cached"])
+@pytest.mark.parametrize("length", [BLOCK_ROWS + 64, 2 * BLOCK_ROWS + 64])
+def test_masked_attention_has_finite_gradients_where_the_kernels_do_not_serve(form, length):
+    shape = (2, length, 2, 12)  # a head width that is no multiple of 8, or keys in any order
+    shape = (2, length, 2, 64) if form == "cached" else shape
+    inputs = [x.cuda().bfloat16().requires_grad_() for x in random_qkv(*[shape] * 3)]
+    place = torch.arange(length, device="cuda").expand(2, -1)
+    positions = {"q_position_BT": place, "k_position_BS": place} if form == "cached" else {}
+    assert form == "cached" or not flash.flash_takes(*inputs)
+    out = window_attention(*inputs, window=100, **positions)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    expected = causal_window(*exact, 100, None)
+    for one, other in zip(
+        torch.autograd.grad(out.float().sin().sum(), inputs),
+        torch.autograd.grad(expected.sin().sum(), exact),
+        strict=True,
+    ):
+        assert relative_rms(one, other) < 0.02
 
 
 @settings(max_examples=50, deadline=None)

@@ -13,6 +13,8 @@ import yaml
 
 from megatron_essh.baselines.transformer import matched_config, transformer_parameters
 from megatron_essh.config import RunConfig, config_to_mapping
+from megatron_essh.elastic.capacity import tier_capacities
+from megatron_essh.model.accounting import flops_per_token, parameter_counts
 
 CPU = "training.device=cpu"
 
@@ -86,7 +88,7 @@ def test_both_models_run_beside_each_other_with_their_ratio_and_parts(bench: Ben
     assert "no MFU: no fp32 peak is on record" in printed
     assert figures["ratios"] == {"essh full / transformer_pp": ours["ktok_per_s"] / theirs["ktok_per_s"]}
     named = {part["part"] for part in ours["parts"]}
-    assert named - {part["part"] for part in theirs["parts"]} == {"mixer projections", "scan", "unit statistics"}
+    assert named - {part["part"] for part in theirs["parts"]} == {"mixer projections", "scan"}
     assert named >= {"embedding, head, loss", "attention", "feed-forward", "clip and optimizer", "rest"}
     # the whole input is seen by every one of the 3 layers: 25 / 2 keys a token, 4 d forward and 8 d backward each
     per_token = theirs["tflops_attention"] / theirs["ktok_per_s"] * 1e9
@@ -128,6 +130,64 @@ def test_a_tiers_steps_count_the_tier_and_its_teacher(bench: Bench) -> None:
 def test_what_cannot_be_measured_is_said(bench: Bench, words: list[object], complaint: str) -> None:
     _, printed = bench("train", "--set", CPU, *words, expect=2)
     assert complaint in printed
+
+
+def test_a_prefill_counts_the_tiers_work_and_its_whole_prompts(bench: Bench, tiny_config: RunConfig) -> None:
+    words = ["--length", 50, "--batch", 3, "--repeats", 2, "--warmup", 0]
+    figures, printed = bench("prefill", "--set", CPU, "--tier", "T1", *words)
+    (row,) = figures["prefill"]
+    assert (row["model"], row["capacity"], row["batch"], row["length"]) == ("essh", "T1", 3, 50)
+    assert len(row["all_ms"]) == 2
+    assert row["median_ms"] == pytest.approx(statistics.median(row["all_ms"]))
+    assert row["ktok_per_s"] == pytest.approx(150 / row["median_ms"])
+    assert row["first_token_ms"] > 0
+    model = tiny_config.model
+    capacity = tier_capacities(model, tiny_config.elastic)["T1"]
+    assert row["parameters"] == parameter_counts(model, capacity).total
+    # one layer's window of 8 keys and values of 32 numbers, and the states of the two spectral layers, in fp32
+    assert row["state_mib"] * 2**20 == 4 * (2 * 8 * 32 + 2 * capacity.channels * 3 * 2 * 5)
+    work = flops_per_token(model, capacity, sequence_length=50)
+    operations = 150 * (work.forward - work.head) + 3 * work.head  # the head sees the last tokens alone
+    assert row["tflops"] == pytest.approx(operations / row["median_ms"] * 1e3 / 1e12)
+    assert "essh T1: 3 x 50 tokens, fp32 weights" in printed
+    assert figures["train"] == figures["scan"] == []
+
+
+def test_a_prefill_of_both_models_gives_their_ratio(bench: Bench) -> None:
+    words = ["--model", "both", "--set", CPU, "training.precision=bf16", "--repeats", 1, "--warmup", 0]
+    figures, printed = bench("prefill", *words)
+    ours, theirs = figures["prefill"]
+    assert (ours["model"], theirs["model"]) == ("essh", "transformer_pp")
+    assert ours["length"] == theirs["length"] == 24  # the config's sequences
+    assert theirs["state_mib"] * 2**20 == 2 * 2 * 3 * 24 * 32  # bf16 keys and values of 3 layers
+    ratio = ours["ktok_per_s"] / theirs["ktok_per_s"]
+    assert figures["ratios"] == {"essh full / transformer_pp": ratio}
+    assert f"essh full / transformer_pp: {ratio:.3f}" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--length", 0], "--length 0: at least 1"),
+        (["--batch", 0], "--batch 0: at least 1"),
+        (["--tier", "T11"], "capacity 'T11': expected a tier (T1 to T10)"),
+        (["--model", "transformer_pp", "--tier", "T1"], "--model transformer_pp has one capacity"),
+        (["--elastic"], "--elastic is a mix of training"),
+    ],
+)
+def test_what_cannot_be_prefilled_is_said(bench: Bench, words: list[object], complaint: str) -> None:
+    _, printed = bench("prefill", "--set", CPU, *words, expect=2)
+    assert complaint in printed
+
+
+@pytest.mark.gpu
+def test_a_gpus_prefill_is_in_bf16_and_its_memory_the_devices(bench: Bench) -> None:
+    settings = ["--set", "training.device=cuda", "training.precision=bf16"]
+    words = ["--model", "both", "--no-compile-transformer", "--length", 3000, "--repeats", 1, "--warmup", 1]
+    figures, _ = bench("prefill", *settings, *words)
+    for row in figures["prefill"]:
+        assert row["precision"] == "bf16"
+        assert 0 < row["peak_mib"] < 1024
 
 
 @pytest.mark.gpu

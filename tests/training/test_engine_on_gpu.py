@@ -62,6 +62,35 @@ def test_bf16_trains_beside_fp32_with_fp32_tables():
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_recorded_passes_take_the_steps_of_ordinary_ones(precision):
+    recorded = engine("cuda", f"training.precision={precision}")
+    ordinary = engine("cuda", f"training.precision={precision}", "training.capture=false")
+    for step in range(6):  # every budget's first passes, their replays, and orderings after the second and fourth
+        a, b = recorded.train_step(step, batch(step)), ordinary.train_step(step, batch(step))
+        assert b.loss == pytest.approx(a.loss, rel=1e-6)
+        assert b.loss_by_capacity == pytest.approx(a.loss_by_capacity, rel=1e-6)
+        assert b.ordered == a.ordered
+    assert len(recorded._passes._graphs) > 2
+    tensors = ordinary.state_tensors()
+    for name, tensor in recorded.state_tensors().items():
+        if not name.startswith("rng."):
+            torch.testing.assert_close(tensor, tensors[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_resume_continues_recorded_passes():
+    whole, first = engine("cuda"), engine("cuda")
+    for step in range(3):
+        whole.train_step(step, batch(step))
+        first.train_step(step, batch(step))
+    then = engine("cuda")
+    for step in range(3):  # recorded over other weights
+        then.train_step(step, batch(10 + step))
+    then.load_state(first.state_tensors(), first.state_values())
+    a, b = whole.train_step(3, batch(3)), then.train_step(3, batch(3))
+    assert b.loss == pytest.approx(a.loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("tier", ["T1", "T4", "T7", "5,130"])
 def test_an_export_is_bitwise_the_shared_model_at_its_tier(tier, precision):
     config = load_config(QUICKSTART, FAST)

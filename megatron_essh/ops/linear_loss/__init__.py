@@ -2,28 +2,42 @@
 
 Common to all three: hidden states [N, D], weight_VD, int64 labels_N in [0, V) or `IGNORED`; sums over the positions
 that are not ignored, 0-d, fp32 (fp64 for fp64); `chunk` positions at a time, None for all at once. A label outside the
-vocabulary is an IndexError or RuntimeError of PyTorch's.
+vocabulary is an IndexError or RuntimeError of PyTorch's; on a GPU, where asking would wait for the device, it makes
+the objective NaN.
+
+grad_scale: None, or the factor on all gradients, 0-d fp32 on the device of the weight. The values returned are
+without it. The gradients are made with it on the way forward, and what arrives at the objective on the way back is not
+looked at: call `objective.backward()` itself, once, of nothing computed from it. If the weight has a `main_grad` its
+gradient has then been added there before the objective is returned; without grad_scale it is added in backward.
+Either way autograd is given none for it. If the weight has a `compute_copy` in the logits' dtype, that is the head.
 """
 
 from __future__ import annotations
 
+import importlib.util
+from types import ModuleType
+
+import torch
 from torch import Tensor
 
-from megatron_essh.ops.linear_loss.reference import (
-    IGNORED,
-    cross_entropy_terms,
-    distillation_terms,
-    linear_loss,
-    refinement_terms,
-)
+from megatron_essh.ops.linear_loss import reference
+from megatron_essh.ops.linear_loss.chunked import IGNORED, chunked_loss
 
 __all__ = ["IGNORED", "cross_entropy", "distillation", "refinement"]
 
 
-def cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, *, chunk: int | None = 4096) -> Tensor:
+def cross_entropy(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    *,
+    chunk: int | None = 4096,
+    grad_scale: Tensor | None = None,
+) -> Tensor:
     """Cross-entropy of the labels."""
-    (loss,) = linear_loss(cross_entropy_terms, 0, chunk, labels_N, weight_VD, hidden_ND)
-    return loss
+    loss = _implementation(weight_VD).cross_entropy()
+    (objective,) = chunked_loss(loss, 0, chunk, labels_N, grad_scale, weight_VD, hidden_ND)
+    return objective
 
 
 def distillation(
@@ -35,14 +49,16 @@ def distillation(
     ce_weight: float,
     kl_weight: float,
     chunk: int | None = 4096,
+    grad_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A reduced micro-batch's loss in pretraining: (objective, cross-entropy, KL).
 
     objective = ce_weight CE + kl_weight KL(p_teacher || p); the teacher's hidden states and its use of the weight
     are held fixed. Only the objective carries a gradient.
     """
-    objective, ce, kl = linear_loss(
-        distillation_terms(ce_weight, kl_weight), 2, chunk, labels_N, weight_VD, hidden_ND, teacher_hidden_ND.detach()
+    loss = _implementation(weight_VD).distillation(ce_weight, kl_weight)
+    objective, ce, kl = chunked_loss(
+        loss, 2, chunk, labels_N, grad_scale, weight_VD, hidden_ND, teacher_hidden_ND.detach()
     )
     return objective, ce, kl
 
@@ -55,13 +71,31 @@ def refinement(
     *,
     tv_weight: float,
     chunk: int | None = 4096,
+    grad_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A micro-batch's loss in shared refinement: (objective, full cross-entropy, tier cross-entropy, TV).
 
     objective = CE(full) + CE(tier) + tv_weight TV(p_full, p_tier), TV half the L1 distance over the vocabulary; p_full
     is held fixed in TV. Only the objective carries a gradient.
     """
-    objective, full_ce, tier_ce, tv = linear_loss(
-        refinement_terms(tv_weight), 3, chunk, labels_N, weight_VD, full_hidden_ND, tier_hidden_ND
+    loss = _implementation(weight_VD).refinement(tv_weight)
+    objective, full_ce, tier_ce, tv = chunked_loss(
+        loss, 3, chunk, labels_N, grad_scale, weight_VD, full_hidden_ND, tier_hidden_ND
     )
     return objective, full_ce, tier_ce, tv
+
+
+def _implementation(weight_VD: Tensor) -> ModuleType:
+    """Who computes the losses of logits: the Triton kernels on a GPU, in the dtypes that they take, or `reference`."""
+    kind = weight_VD.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight_VD.dtype
+    if (
+        weight_VD.is_cuda
+        and weight_VD.dtype != torch.float64
+        and dtype in (torch.bfloat16, torch.float32)
+        and importlib.util.find_spec("triton") is not None
+    ):
+        from megatron_essh.ops.linear_loss import triton
+
+        return triton
+    return reference

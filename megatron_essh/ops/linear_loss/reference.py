@@ -1,26 +1,20 @@
-"""Losses from hidden states and the output head, in chunks of positions (specification, section 5).
+"""The losses of the output head from its logits, in plain PyTorch (specification, section 5): the definition.
 
-The logits [N, V] of a long micro-batch are the peak of memory, so they are never there at once: a chunk's logits,
-its log-softmax in fp32 and its share of the gradients are done before the next chunk begins. The gradients are taken
-on the way forward, which spares the backward pass a second product with the head, and wait there as a
-[N, D] and a [V, D] tensor.
+`cross_entropy`, `distillation` and `refinement` are losses as `chunked` takes them; their terms are written in
+log-probabilities, in fp32, or in fp64 where that is asked for.
 
-Shape suffixes: N positions, D residual width, V vocabulary. Labels are int64; a position whose label is `IGNORED`
-takes part in nothing.
+Shape suffixes: N positions, V vocabulary. Labels are int64; a position whose label is `IGNORED` takes part in nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-IGNORED = -100
-"""Label of a position that is not to be predicted."""
+from megatron_essh.ops.linear_loss.chunked import IGNORED, ChunkLoss
 
 Terms = Callable[[Sequence[Tensor], Tensor, Tensor], tuple[Sequence[Tensor], Sequence[Tensor]]]
 """(log-probabilities of every head input, labels with 0 for ignored ones, valid_N) -> (the objective and the parts to
@@ -79,70 +73,35 @@ def refinement_terms(tv_weight: float) -> Terms:
     return terms
 
 
-class _LinearLoss(torch.autograd.Function):
-    """The objective of `terms`, which carries the gradient, and the parts to report, which do not."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, terms: Terms, parts: int, chunk: int | None, labels_N: Tensor, weight_VD: Tensor, *hidden_ND: Tensor
-    ) -> tuple[Tensor, ...]:
-        device = weight_VD.device
-        dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight_VD.dtype
-        exact = torch.float64 if weight_VD.dtype == torch.float64 else torch.float32
-        wants_weight, *wants_hidden = ctx.needs_input_grad[4:]
-        grad_weight = torch.zeros_like(weight_VD, dtype=exact) if wants_weight else None
-        grad_hidden = [
-            torch.zeros_like(h) if wanted else None for h, wanted in zip(hidden_ND, wants_hidden, strict=True)
-        ]
-        sums = weight_VD.new_zeros(1 + parts, dtype=exact)
-
-        with torch.autocast(device.type, enabled=False):
-            head_VD = weight_VD.to(dtype)
-            for start in range(0, len(labels_N), chunk or len(labels_N) or 1):
-                rows = slice(start, start + (chunk or len(labels_N)))
-                inputs = [h[rows].to(dtype) for h in hidden_ND]
-                valid = labels_N[rows] != IGNORED
-                labels = labels_N[rows].where(valid, 0)
-                logs = [F.log_softmax(F.linear(x, head_VD), dim=-1, dtype=exact) for x in inputs]
-                chunk_sums, gradients = terms(logs, labels, valid)
-                sums += torch.stack(list(chunk_sums))
-                if not any(ctx.needs_input_grad):
-                    continue
-                # Inputs behind those with a gradient are teachers.
-                for x, gradient, out in zip(inputs, gradients, grad_hidden, strict=False):
-                    gradient = gradient.masked_fill_(~valid[:, None], 0).to(dtype)
-                    if out is not None:
-                        out[rows] = gradient @ head_VD
-                    if grad_weight is not None:
-                        if dtype == exact:
-                            grad_weight.addmm_(gradient.T, x)
-                        else:
-                            grad_weight += gradient.T @ x
-        ctx.gradients = (grad_weight, *grad_hidden)
-        ctx.weight_dtype = weight_VD.dtype
-        objective, *reported = sums.unbind()
-        ctx.mark_non_differentiable(*reported)
-        return objective, *reported
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *outgoing: Tensor) -> tuple[Tensor | None, ...]:
-        scale = outgoing[0]
-        grad_weight, *grad_hidden = (None if g is None else g * scale.to(g.dtype) for g in ctx.gradients)
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(ctx.weight_dtype)
-        return None, None, None, None, grad_weight, *grad_hidden
+def cross_entropy() -> ChunkLoss:
+    """CE; reports nothing beside it."""
+    return _from_terms(cross_entropy_terms)
 
 
-def linear_loss(
-    terms: Terms, parts: int, chunk: int | None, labels_N: Tensor, weight_VD: Tensor, *hidden_ND: Tensor
-) -> tuple[Tensor, ...]:
-    """`terms` of the head's distributions at the given hidden states, summed over valid positions, 0-d each.
+def distillation(ce_weight: float, kl_weight: float) -> ChunkLoss:
+    """ce_weight CE + kl_weight KL(teacher || student) of student and teacher; reports CE and KL."""
+    return _from_terms(distillation_terms(ce_weight, kl_weight))
 
-    Logits are computed in the autocast dtype where autocast is on, else in the weight's; log-softmax, sums and the
-    weight's accumulated gradient in fp32 (fp64 stays fp64). `chunk` is the number of positions at a time; None takes
-    all at once. Only the first result, the objective, carries a gradient.
-    """
-    assert chunk is None or chunk > 0, f"chunk must be positive or None, got {chunk}"
-    results: tuple[Tensor, ...] = _LinearLoss.apply(terms, parts, chunk, labels_N, weight_VD, *hidden_ND)
-    return results
+
+def refinement(tv_weight: float) -> ChunkLoss:
+    """CE(full) + CE(tier) + tv_weight TV of full and tier; reports all three."""
+    return _from_terms(refinement_terms(tv_weight))
+
+
+def _from_terms(terms: Terms) -> ChunkLoss:
+    def loss(
+        logits: list[Tensor], labels_N: Tensor, sums: Tensor, grad_scale: Tensor | None, differentiate: bool
+    ) -> Sequence[Tensor]:
+        dtype = logits[0].dtype
+        valid_N = labels_N != IGNORED
+        labels_N = labels_N.where(valid_N, 0)
+        logs = [F.log_softmax(logits.pop(0), dim=-1, dtype=sums.dtype) for _ in range(len(logits))]
+        chunk_sums, gradients = terms(logs, labels_N, valid_N)
+        sums += torch.stack(list(chunk_sums))
+        if not differentiate:
+            return ()
+        if grad_scale is not None:
+            gradients = [gradient.mul_(grad_scale) for gradient in gradients]
+        return [gradient.masked_fill_(~valid_N[:, None], 0).to(dtype) for gradient in gradients]
+
+    return loss

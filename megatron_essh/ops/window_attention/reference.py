@@ -5,43 +5,60 @@ Shape suffixes: B sequences, T queries, S keys, H heads, D head width. Nothing h
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megatron_essh.ops.selective_scan.reference import document_segments
 
 BLOCK_ROWS = 128
 """Queries worked on at a time: no mask or score matrix is wider than these and the window before them."""
+MASKED_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""What may compute masked attention with gradients on a GPU."""
 
 
 def _attend(q_BTHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, mask: Tensor | None, is_causal: bool = False) -> Tensor:
     """Softmax attention, scores scaled by D^{-1/2}; mask True where a query [.., T] sees a key [.., S]."""
     q, k, v = (x.transpose(1, 2) for x in (q_BTHD, k_BSHD, v_BSHD))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal).transpose(1, 2)
+    # Under a mask, cuDNN's backward (PyTorch 2.11) gives NaN gradients at some lengths, such as 64 above a multiple
+    # of 128.
+    masked_training = mask is not None and q.is_cuda and torch.is_grad_enabled()
+    with sdpa_kernel(MASKED_BACKENDS) if masked_training else contextlib.nullcontext():
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal).transpose(1, 2)
 
 
 def causal_window(
-    q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, window: int | None, documents_BT: Tensor | None
+    q_BTHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, window: int | None, documents_BT: Tensor | None
 ) -> Tensor:
-    """Each position sees its last `window` positions, itself included, of its own document."""
-    length = q_BTHD.shape[1]
-    reach = length if window is None else min(window, length)
-    if reach == length and (documents_BT is None or length == 0):
-        return _attend(q_BTHD, k_BTHD, v_BTHD, None, is_causal=True)
+    """Each position sees its last `window` positions, itself included, of its own document.
+
+    The T queries are the last of the S positions; documents, which end where their number changes, need S = T.
+    """
+    length, keys = q_BTHD.shape[1], k_BSHD.shape[1]
+    reach = keys if window is None else min(window, keys)
+    if reach == keys == length and (documents_BT is None or length == 0):
+        return _attend(q_BTHD, k_BSHD, v_BSHD, None, is_causal=True)
+    segments_BT = None if documents_BT is None else document_segments(documents_BT, None)
     # Split once and joined for each block of queries: a slice's gradient would be as long as the sequence.
-    k_blocks, v_blocks = k_BTHD.split(BLOCK_ROWS, dim=1), v_BTHD.split(BLOCK_ROWS, dim=1)
+    k_blocks, v_blocks = k_BSHD.split(BLOCK_ROWS, dim=1), v_BSHD.split(BLOCK_ROWS, dim=1)
     outputs = []
-    for number, q_block in enumerate(q_BTHD.split(BLOCK_ROWS, dim=1)):
-        start = number * BLOCK_ROWS
-        first = max(0, start - reach + 1) // BLOCK_ROWS
-        keys, values = (torch.cat(x[first : number + 1], dim=1) for x in (k_blocks, v_blocks))
-        query_position = torch.arange(start, start + q_block.shape[1], device=q_BTHD.device)
-        key_position = torch.arange(first * BLOCK_ROWS, start + q_block.shape[1], device=q_BTHD.device)
+    start = keys - length
+    for q_block in q_BTHD.split(BLOCK_ROWS, dim=1):
+        end = start + q_block.shape[1]
+        near = slice(max(0, start - reach + 1) // BLOCK_ROWS, -(-end // BLOCK_ROWS))
+        near_keys, near_values = (torch.cat(x[near], dim=1) for x in (k_blocks, v_blocks))
+        query_position = torch.arange(start, end, device=q_BTHD.device)
+        key_position = near.start * BLOCK_ROWS + torch.arange(near_keys.shape[1], device=q_BTHD.device)
         lag = query_position[:, None] - key_position
         mask = (lag >= 0) & (lag < reach)
-        if documents_BT is not None:
-            own, theirs = documents_BT[:, query_position, None], documents_BT[:, None, key_position]
+        if segments_BT is not None:
+            own, theirs = segments_BT[:, query_position, None], segments_BT[:, None, key_position]
             mask = (mask & (own == theirs))[:, None]
-        outputs.append(_attend(q_block, keys, values, mask))
+        outputs.append(_attend(q_block, near_keys, near_values, mask))
+        start = end
     return torch.cat(outputs, dim=1)
 
 

@@ -1,0 +1,158 @@
+"""Taking in a long prompt: our model at a tier, and a Transformer++ beside it.
+
+Nothing is trained. Under bf16 all weights are bf16, without autocast; the modal tables, the per-channel biases and the
+spectral states stay fp32.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_essh.baselines.transformer import (
+    Transformer,
+    matched_config,
+    transformer_flops,
+    transformer_parameters,
+)
+from megatron_essh.benchmarks.timing import device_name, peak_tflops, timed
+from megatron_essh.benchmarks.training import ModelName
+from megatron_essh.config import RunConfig
+from megatron_essh.elastic.capacity import Capacity, full_capacity, parse_capacity
+from megatron_essh.model.accounting import flops_per_token, parameter_counts
+from megatron_essh.model.language_model import LanguageModel
+from megatron_essh.ops.selective_scan import ModalTables
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is taken in, and how often it is timed."""
+
+    batch: int
+    length: int
+    warmup: int
+    """Untimed calls before the timed ones."""
+    repeats: int
+
+
+def measure_prefill(
+    config: RunConfig, model: ModelName, tier: str, prompt: Prompt, device: torch.device, *, compiled: bool
+) -> dict[str, Any]:
+    """Time the prompt's prefill, and the time to its first token.
+
+    Args:
+        model: ours, or the Transformer++ of its full size, which has no tier. Its prefill is one forward pass; the
+            keys and values that it would have to keep are not kept.
+        tier: `full`, a tier (T4), or K,n.
+        compiled: torch.compile the Transformer++'s blocks.
+
+    Raises:
+        UserError: no such tier.
+    """
+    torch.manual_seed(config.training.seed)
+    tokens = torch.randint(0, config.model.vocab_size, (prompt.batch, prompt.length))
+    if model == "transformer_pp":
+        found = _transformer(config, tokens, prompt, device, compiled=compiled)
+    else:
+        found = _essh(config, tier, tokens, prompt, device)
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    count = prompt.batch * prompt.length
+    flops = count * found.pop("flops_per_token") + prompt.batch * found.pop("head_flops")
+    rate = flops / (found["median_ms"] / 1e3) / 1e12
+    peak = peak_tflops(device_name(device), config.training.precision)
+    return {
+        "model": model,
+        "capacity": tier if model == "essh" else "full",
+        "compiled": compiled and model == "transformer_pp",
+        "precision": config.training.precision,
+        "batch": prompt.batch,
+        "length": prompt.length,
+        **found,
+        "ktok_per_s": count / found["median_ms"],
+        "tflops": rate,
+        "peak_tflops": peak,
+        "mfu": None if peak is None else rate / peak,
+    }
+
+
+def _essh(config: RunConfig, tier: str, tokens: Tensor, prompt: Prompt, device: torch.device) -> dict[str, Any]:
+    shape = config.model
+    capacity: Capacity = full_capacity(shape) if tier == "full" else parse_capacity(tier, shape, config.elastic)
+    with device:
+        model = LanguageModel(shape)
+    _set_precision(model, config)
+    given = tokens.to(device)
+
+    def prefill(tokens_BT: Tensor) -> Tensor:
+        state = model.init_state(prompt.batch, capacity, max_length=prompt.length)
+        return model.prefill(tokens_BT, state, capacity)[0]
+
+    work = flops_per_token(shape, capacity, sequence_length=prompt.length)
+    state = model.init_state(1, capacity, max_length=prompt.length)
+    return {
+        "parameters": parameter_counts(shape, capacity).total,
+        **_times(prefill, tokens, given, prompt, device),
+        "state_mib": sum(state.nbytes()) / 2**20,
+        "flops_per_token": work.projections + work.scan + work.attention,
+        "head_flops": work.head,
+    }
+
+
+def _transformer(
+    config: RunConfig, tokens: Tensor, prompt: Prompt, device: torch.device, *, compiled: bool
+) -> dict[str, Any]:
+    shape = matched_config(config.model)
+    with device:
+        model = Transformer(shape)
+    _set_precision(model, config)
+    if compiled:
+        for block in model.blocks:
+            block.compile()
+    given = tokens.to(device)
+
+    def prefill(tokens_BT: Tensor) -> Tensor:
+        return nn.functional.linear(model.hidden(tokens_BT)[:, -1], model.head_weight)
+
+    work = transformer_flops(shape, sequence_length=prompt.length)
+    element = model.head_weight.element_size()
+    return {
+        "parameters": transformer_parameters(shape).total,
+        **_times(prefill, tokens, given, prompt, device),
+        "state_mib": 2 * shape.n_layers * prompt.length * shape.d_model * element / 2**20,
+        "flops_per_token": work.projections + work.attention,
+        "head_flops": work.head,
+    }
+
+
+def _set_precision(model: nn.Module, config: RunConfig) -> None:
+    """Weights in bf16 where the config says so, all but the per-channel tables of spectral mixers."""
+    model.requires_grad_(False)
+    if config.training.precision == "bf16":
+        for name, parameter in model.named_parameters():
+            if name.rpartition(".")[2] not in ModalTables._fields:
+                parameter.data = parameter.data.bfloat16()
+
+
+def _times(
+    prefill: Callable[[Tensor], Tensor], tokens: Tensor, given: Tensor, prompt: Prompt, device: torch.device
+) -> dict[str, Any]:
+    """The prefill alone, on tokens that lie on the device; then from tokens on the host to the first token there."""
+
+    def first_token() -> None:
+        prefill(tokens.to(device)).argmax(-1).tolist()
+
+    def alone() -> None:
+        prefill(given)
+
+    with torch.inference_mode():
+        whole = timed("prefill", alone, tokens.numel(), device, prompt.warmup, prompt.repeats)
+        first = timed("first token", first_token, tokens.numel(), device, prompt.warmup, prompt.repeats)
+    kept = ("median_ms", "min_ms", "max_ms", "all_ms", "peak_mib")
+    return {**{name: whole[name] for name in kept}, "first_token_ms": first["median_ms"]}
