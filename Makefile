@@ -6,16 +6,17 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test lint bench clean
+.PHONY: help setup quickstart test test-layouts lint bench clean
 
 help:
 	@echo "make quickstart   train, refine, export, evaluate and sample a small elastic model (CPU, minutes)"
 	@echo "make test         lint, types and every test that needs no GPU"
+	@echo "make test-layouts the whole matrix of parallel layouts, as processes on the CPU"
 	@echo "make lint         ruff and mypy alone"
 	@echo "make bench        speed of this machine's working path, as a table and JSON"
 	@echo "make clean        remove build products (not .venv, not out/)"
 
-.venv/.installed: pyproject.toml setup.py csrc/index.cpp
+.venv/.installed: pyproject.toml setup.py $(wildcard csrc/*)
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' || \
 		{ echo "error: $(PYTHON) is not Python 3.11 or 3.12; run make PYTHON=/path/to/python3.11" >&2; exit 2; }
 	$(PYTHON) -m venv .venv
@@ -31,6 +32,10 @@ quickstart: setup
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+# Every layout of (tensor parallel, data parallel) and more, as real processes on the CPU: some minutes.
+test-layouts: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m layouts tests/parallel tests/training
 
 lint: setup
 	$(BIN)/ruff check .

@@ -4,6 +4,7 @@
     python tools/benchmark.py train CONFIG         optimizer steps: full capacity, then the elastic mix
     python tools/benchmark.py scan CONFIG          the selective scan of one layer, forward and backward
     python tools/benchmark.py prefill CONFIG       a long prompt, from an empty state to the next token's logits
+    python tools/benchmark.py data CONFIG          drawing the order of samples, and serving batches
 
     python tools/benchmark.py train CONFIG --model both --capacity full --micro-batch 8 --accumulation 16
                                                    our full model and a compiled Transformer++ of its size
@@ -27,6 +28,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from megatron_essh.benchmarks.data import DataCase, measure_drawing, measure_serving
 from megatron_essh.benchmarks.prefill import Prompt, measure_prefill
 from megatron_essh.benchmarks.scan import measure_scan
 from megatron_essh.benchmarks.timing import device_name
@@ -40,7 +42,8 @@ from megatron_essh.files import write_atomically
 LONG_PROMPT = 131_072
 """Tokens that a GPU's prefill is measured on."""
 DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs/runs/quickstart.yaml"
-LEAST = {"repeats": 1, "warmup": 0, "micro_batch": 1, "accumulation": 1, "steps": 1, "length": 1, "batch": 1}
+ONES = ("repeats", "micro_batch", "accumulation", "steps", "length", "batch", "documents")
+LEAST = {"warmup": 0, **dict.fromkeys(ONES, 1)}
 """What the numbers on the command line must be at least."""
 
 
@@ -83,6 +86,9 @@ def main() -> None:
         console.print(_prefill_table(title, prefilled))
         for what, ratio in ratios(prefilled).items():
             print(f"{what}: {ratio:.3f}")
+    served = _data(args, config) if args.what == "data" else []
+    if served:
+        console.print(_data_table(served))
     if args.json:
         content = {
             "config": str(args.config),
@@ -91,6 +97,7 @@ def main() -> None:
             "scan": scans,
             "train": trained,
             "prefill": prefilled,
+            "data": served,
             "ratios": ratios(trained or prefilled),
         }
         write_atomically(args.json, json.dumps(content, indent=1).encode())
@@ -99,7 +106,7 @@ def main() -> None:
 
 def _parser() -> ConfigParser:
     parser = ConfigParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("all", "train", "scan", "prefill"), default="all")
+    parser.add_argument("what", nargs="?", choices=("all", "train", "scan", "prefill", "data"), default="all")
     add_config_arguments(parser, DEFAULT_CONFIG)
     parser.add_argument("--model", choices=("essh", "transformer_pp", "both"), default="essh")
     parser.add_argument(
@@ -115,14 +122,16 @@ def _parser() -> ConfigParser:
     parser.add_argument("--measure", metavar="FROM-TO", help="steps measured, counted from 1 (default: 20-35; CPU 4-7)")
     parser.add_argument("--length", type=int, help="tokens of a prompt (default: 131072; CPU: the config's sequences)")
     parser.add_argument("--batch", type=int, default=1, help="prompts at a time (default: 1)")
+    parser.add_argument(
+        "--documents", type=int, default=10**7, help="documents of the orders of `data` (default: 10,000,000)"
+    )
     parser.add_argument("--repeats", type=int, default=3, help="runs; timings of scan and prefill (default: 3)")
     parser.add_argument("--warmup", type=int, default=2, help="untimed calls of scan and prefill (default: 2)")
-    for flag, default in (("essh", "off"), ("transformer", "on for CUDA")):
-        parser.add_argument(
-            f"--compile-{flag}",
-            action=argparse.BooleanOptionalAction,
-            help=f"torch.compile the blocks of this model (default: {default})",
-        )
+    parser.add_argument(
+        "--compile-transformer",
+        action=argparse.BooleanOptionalAction,
+        help="torch.compile the Transformer++'s blocks (default: on for CUDA)",
+    )
     parser.add_argument("--parts", action=argparse.BooleanOptionalAction, default=True, help="time a step's parts too")
     parser.add_argument("--json", type=Path, help="write all figures here")
     return parser
@@ -151,7 +160,7 @@ def _cases(args: argparse.Namespace, config: RunConfig, device: torch.device) ->
     capacities = capacities or (["full", "elastic"] if config.elastic.enabled else ["full"])
     cases = []
     if args.model != "transformer_pp":
-        cases += [make_case(config, "essh", c, compiled=bool(args.compile_essh)) for c in capacities]
+        cases += [make_case(config, "essh", c, compiled=False) for c in capacities]
     if args.model != "essh":
         compiled = device.type == "cuda" if args.compile_transformer is None else args.compile_transformer
         cases.append(make_case(config, "transformer_pp", "full", compiled=compiled))
@@ -178,12 +187,19 @@ def _prefill(args: argparse.Namespace, config: RunConfig, device: torch.device) 
     return found
 
 
+def _data(args: argparse.Namespace, config: RunConfig) -> list[dict[str, Any]]:
+    batch, length = config.training.global_batch, config.data.sequence_length
+    case = DataCase(documents=args.documents, sequence_length=length, batch=batch, workers=max(1, config.data.workers))
+    print(f"orders of {case.documents:,} documents; batches of {batch} x {length} from the page cache", flush=True)
+    return measure_drawing(case, args.repeats) + measure_serving(case, args.repeats)
+
+
 def _announce(case: Case, schedule: Schedule) -> None:
     training, length = case.config.training, case.config.data.sequence_length
     slots = "" if case.capacity != "elastic" else f" (slots of {case.config.elastic.slot_sequences})"
     print(
         f"{case.model} {case.capacity}: {case.parameters:,} parameters, {training.precision}, "
-        f"{'compiled' if case.compiled else 'eager'}; steps of {training.global_batch // training.micro_batch} x "
+        f"{'compiled blocks' if case.compiled else 'no compilation'}; steps of {training.global_batch // training.micro_batch} x "
         f"{training.micro_batch} sequences of {length}{slots}; "
         f"measures {schedule.first}-{schedule.last} of {schedule.steps} steps, {schedule.repeats} times",
         flush=True,
@@ -234,6 +250,14 @@ def _prefill_table(title: str, rows: list[dict[str, Any]]) -> Table:
             f"{row['peak_mib']:,.0f}",
             f"{row['state_mib']:,.1f}",
         )
+    return table
+
+
+def _data_table(rows: list[dict[str, Any]]) -> Table:
+    table = _table("data, per second of processor time unless told", "what", "ms", "M/s", "unit", "bytes each")
+    for row in rows:
+        held = "" if row["bytes_each"] is None else f"{row['bytes_each']:.1f}"
+        table.add_row(row["what"], f"{1e3 * row['seconds']:,.2f}", f"{row['per_second'] / 1e6:,.1f}", row["unit"], held)
     return table
 
 

@@ -1,6 +1,7 @@
-"""Train a byte-level BPE on text and write it as a tokenizer.json with `<|endoftext|>`.
+"""Train a tokenizer on text: a byte-level BPE as a tokenizer.json, or a unigram model as sentencepiece's .model.
 
 python tools/train_tokenizer.py --input corpus/ --vocab-size 8192 --output data/tokenizer.json
+python tools/train_tokenizer.py --input corpus/ --vocab-size 8192 --type unigram --output data/tokenizer.model
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from pathlib import Path
 
 from megatron_essh.data.bpe_training import train_bpe
 from megatron_essh.data.documents import find_files
+from megatron_essh.data.input_flags import add_input_flags
+from megatron_essh.data.tokenizers import VOCABULARY_MULTIPLE, padded_vocab_size
+from megatron_essh.data.unigram_training import train_unigram
 from megatron_essh.errors import run_command
 
 
@@ -20,7 +24,8 @@ def main() -> None:
     size = sum(path.stat().st_size for path in files)
     print(f"{len(files):,} files, {size / 1e6:.1f} MB; a vocabulary of {arguments.vocab_size:,}", flush=True)
     start = time.monotonic()
-    entries = train_bpe(
+    train = {"bpe": train_bpe, "unigram": train_unigram}[arguments.type]
+    entries = train(
         files,
         arguments.vocab_size,
         Path(arguments.output),
@@ -28,30 +33,23 @@ def main() -> None:
         encoding_errors=arguments.encoding_errors,
     )
     if entries < arguments.vocab_size:
-        print(f"the text has pairs for {entries:,} entries only, not for {arguments.vocab_size:,}")
+        print(f"the text is enough for {entries:,} entries only, not for {arguments.vocab_size:,}")
     print(f"{arguments.output}: {entries:,} entries, trained in {time.monotonic() - start:.1f} s")
+    kind = {"bpe": "huggingface", "unigram": "sentencepiece"}[arguments.type]
+    print(
+        f"prepare data with --tokenizer-type {kind}, and train with model.vocab_size={padded_vocab_size(entries)}, the "
+        f"next multiple of {VOCABULARY_MULTIPLE}"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add(
-        "--input",
-        nargs="+",
-        required=True,
-        metavar="PATH",
-        help="files, folders (every file below that is not hidden) or globs (** goes through folders). "
-        ".jsonl and .json hold JSON lines, any other file is one document of plain text",
-    )
-    add("--vocab-size", type=int, required=True, metavar="N", help="entries, 257 to 10000000")
-    add("--output", required=True, metavar="FILE", help="the tokenizer.json to write")
+    add_input_flags(parser)
+    add("--vocab-size", type=int, required=True, metavar="N", help="entries, 257 to 10000000; unigram 260 to 1000000")
+    add("--output", required=True, metavar="FILE", help="the tokenizer.json, or for unigram the .model, to write")
+    add("--type", default="bpe", choices=["bpe", "unigram"], help="a byte-level BPE, or a unigram model (bpe)")
     add("--json-key", default="text", metavar="KEY", help="key of a JSON line's text (text)")
-    add(
-        "--encoding-errors",
-        default="strict",
-        choices=["strict", "replace"],
-        help="bytes that are not UTF-8: refuse the file, or read them as U+FFFD (strict)",
-    )
     return parser
 
 

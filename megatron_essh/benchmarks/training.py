@@ -51,7 +51,7 @@ class Case:
     config: RunConfig
     """The run that measures it: every step of it is of this case."""
     compiled: bool
-    """Whether the blocks go through torch.compile."""
+    """Whether the blocks go through torch.compile; ours need none."""
 
     @property
     def parameters(self) -> int:
@@ -138,6 +138,7 @@ def with_batches(config: RunConfig, micro_batch: int | None, accumulation: int |
     return replace(
         config,
         training=replace(training, micro_batch=micro, global_batch=micro * count),
+        data=replace(config.data, batch_ramp=None),
         elastic=replace(config.elastic, slot_sequences=slot),
         refinement=replace(config.refinement, global_batch=slot),
     )
@@ -188,9 +189,7 @@ def build_engine(case: Case, device: torch.device) -> NativeEngine:
             model = LanguageModel(case.config.model)
     if case.compiled:
         for block in cast(list[nn.Module], model.blocks):
-            # A block of ours is driven part by part by the model; a Transformer++'s is one call.
-            for unit in [block] if case.model == "transformer_pp" else block.children():
-                unit.compile()
+            block.compile()
     engine = PlainEngine if case.model == "transformer_pp" else NativeEngine
     # The engine and the loss ask of a model what both of them have: hidden, head_weight and named parameters.
     return engine(cast(LanguageModel, model), case.config, "pretrain", device, eod=0)

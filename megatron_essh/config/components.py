@@ -12,7 +12,7 @@ from typing import Literal
 from megatron_essh.config.model import LARGEST_SEED, ModelConfig
 
 Recompute = Literal["none", "selective", "block"]
-TokenizerType = Literal["byte", "tiktoken", "sentencepiece", "huggingface"]
+TokenizerType = Literal["byte", "dna", "tiktoken", "sentencepiece", "huggingface"]
 
 
 def _require(condition: bool, message: str) -> None:
@@ -96,17 +96,33 @@ class TokenizerConfig:
     """Which tokenizer made the ids."""
 
     type: TokenizerType
-    """byte, tiktoken (a rank file), sentencepiece (a .model file) or huggingface (a tokenizer.json)."""
+    """byte, dna (characters), tiktoken (a rank file), sentencepiece (a .model file) or huggingface (a tokenizer.json)."""
     model: str | None = None
-    """Path of the tokenizer's file; none for `byte`."""
+    """Path of the tokenizer's file; none for `byte` and `dna`."""
     pattern: Literal["gpt2", "cl100k", "o200k", "llama3"] = "gpt2"
     """Splitting pattern and special tokens of a tiktoken rank file."""
 
     def __post_init__(self) -> None:
-        if self.type == "byte":
-            _require(self.model is None, f"the byte tokenizer takes no model file, got {self.model}")
+        if self.type in ("byte", "dna"):
+            _require(self.model is None, f"the {self.type} tokenizer takes no model file, got {self.model}")
         else:
             _require(self.model is not None, f"tokenizer type {self.type} needs `model`, the path of its file")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchRampConfig:
+    """A global batch that grows from `start` to training.global_batch in equal increments (pretraining only)."""
+
+    start: int
+    """Sequences of the first step; a multiple of elastic.slot_sequences, as every size is."""
+    increment: int
+    """Sequences by which the batch grows at a time; divides training.global_batch - start."""
+    samples: int
+    """Samples after which the batch is training.global_batch. Each size lasts for the same number of samples."""
+
+    def __post_init__(self) -> None:
+        for name in ("start", "increment", "samples"):
+            _require(getattr(self, name) >= 1, f"batch_ramp.{name} must be at least 1, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +131,24 @@ class DataConfig:
 
     train: str | None = None
     """Prefix of the training pair."""
+    blend: tuple[str, ...] = ()
+    """Prefixes of several training pairs, in the place of `train`."""
+    blend_weights: tuple[float, ...] = ()
+    """Shares of the samples that each pair of `blend` gives, in any unit, in its order; empty: by tokens, so that every
+    pair is read through equally often."""
     validation: str | None = None
     """Prefix of the validation pair."""
+    split: tuple[float, ...] = ()
+    """Shares of every training pair's documents for training, validation and test, in any unit and in the file's order
+    ([0.98, 0.01, 0.01]); validation is then the second part, in the place of `validation`, and nothing reads the third.
+    Empty: all documents train."""
+    index_cache: str | None = None
+    """Folder that keeps the order of samples on disk: drawn once, by one process of all that share the folder, then
+    mapped into memory. null: every process draws its own."""
+    workers: int = 2
+    """Threads that read batches ahead; 0 reads each when it is asked for. Changes no batch."""
+    batch_ramp: BatchRampConfig | None = None
+    """How the global batch grows at the start; null: it is training.global_batch from the first step."""
     tokenizer: TokenizerConfig | None = None
     """Tokenizer; None takes the one recorded beside the training pair by tools/preprocess_data.py."""
     sequence_length: int = 2048
@@ -126,6 +158,35 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         _require(self.sequence_length >= 2, f"sequence_length must be at least 2, got {self.sequence_length}")
+        _require(
+            self.train is None or not self.blend,
+            f"train is {self.train} and blend names {len(self.blend)} pairs; give one of them, and set the other to "
+            "null or []",
+        )
+        _require(len(self.blend) <= 32_767, f"blend names {len(self.blend)} pairs; at most 32767 can be blended")
+        _require(
+            len(self.blend_weights) in (0, len(self.blend)),
+            f"blend_weights has {len(self.blend_weights)} entries and blend {len(self.blend)}; give one weight a pair, "
+            "or none",
+        )
+        for weight in self.blend_weights:
+            _require(weight > 0, f"blend_weights must be positive, got {weight}; leave the pair out of blend instead")
+        _require(
+            len(self.split) in (0, 3),
+            f"split has {len(self.split)} shares; give three, of training, validation and test, or none",
+        )
+        if self.split:
+            _require(
+                min(self.split) >= 0 and self.split[0] > 0,
+                f"split must give training documents and no negative share, got {list(self.split)}",
+            )
+            _require(
+                self.validation is None or self.split[1] == 0,
+                f"split gives validation a share of {self.split[1]} and validation is {self.validation}; give one of "
+                "them",
+            )
+        _require(self.index_cache != "", "index_cache is empty; name a folder, or null for none")
+        _require(0 <= self.workers <= 64, f"workers must lie in 0 to 64, got {self.workers}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +238,9 @@ class TrainingConfig:
     """Positions whose logits exist at one time; None evaluates all at once."""
     recompute: Recompute = "none"
     """What the backward pass computes anew to save memory: feed-forward layers (`selective`) or whole blocks."""
+    capture: bool = True
+    """On a GPU, record each capacity's pass once as a CUDA graph and replay it: the device never waits for Python. Passes
+    that are cut at documents (data.document_mask) run as they are."""
     validate_every: int = 500
     """Steps between validations; 0 never validates."""
     validation_batches: int = 16
@@ -187,6 +251,11 @@ class TrainingConfig:
     """Steps between progress lines."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a GPU where there is one."""
+    skip_limit: int = 5
+    """Steps in a row whose update may be skipped because the loss or the gradient is not finite; one more ends the run.
+    0: the first one does."""
+    compare_every: int = 500
+    """Steps between two comparisons of the parameters that several ranks hold; 0 never compares."""
     threads: int | None = None
     """CPU threads; None leaves PyTorch's choice. Sums depend on it: a run repeats bitwise at a fixed number."""
     output: str = "out/run"
@@ -195,7 +264,8 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "global_batch", "micro_batch", "validation_batches", "log_every"):
             _require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
-        _require(self.validate_every >= 0, f"validate_every must not be negative, got {self.validate_every}")
+        for name in ("validate_every", "skip_limit", "compare_every"):
+            _require(getattr(self, name) >= 0, f"{name} must not be negative, got {getattr(self, name)}")
         _require(0 <= self.seed <= LARGEST_SEED, f"seed must lie in [0, {LARGEST_SEED}], got {self.seed}")
         _require(self.output != "", "output is empty; name a folder")
         for name in ("loss_chunk", "threads"):
@@ -245,10 +315,35 @@ class CheckpointConfig:
     """Steps between two checkpoints; 0 saves at the end (and when stopped) only."""
     keep_last: int = 3
     """Newest checkpoints that stay on disk."""
+    keep_every: int = 0
+    """Checkpoints of steps that are multiples of this stay for good; 0: none."""
 
     def __post_init__(self) -> None:
         _require(self.save_every >= 0, f"save_every must not be negative, got {self.save_every}")
         _require(self.keep_last >= 1, f"keep_last must be at least 1, got {self.keep_last}")
+        _require(self.keep_every >= 0, f"keep_every must not be negative, got {self.keep_every}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How a run is laid out over its processes (section 7), as many as the launcher starts, one a GPU. Neither the plan
+    nor, but for rounding, the trained weights depend on it."""
+
+    tensor: int = 1
+    """Ranks that share one replica of the model; divides the number of processes. The rest is data parallel."""
+    sequence_parallel: bool = False
+    """Norms and the residual stream hold only their share of a sequence's positions on each of the `tensor` ranks."""
+    timeout_seconds: int = 600
+    """Longest wait for another rank in an exchange; more than the longest save. A dead rank is noticed at once."""
+
+    def __post_init__(self) -> None:
+        for name in ("tensor", "timeout_seconds"):
+            _require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+        _require(
+            not self.sequence_parallel or self.tensor > 1,
+            "sequence_parallel is true, and tensor is 1: there are no ranks to share the positions; set "
+            "sequence_parallel: false, or tensor to 2 or more",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,6 +364,8 @@ class RunConfig:
     """Shared refinement."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Checkpoints."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """Layout over processes."""
 
     def __post_init__(self) -> None:
         slot, micro = self.elastic.slot_sequences, self.training.micro_batch
@@ -282,6 +379,34 @@ class RunConfig:
                 f"{name}.global_batch {batch} is not a multiple of elastic.slot_sequences {slot}; try "
                 + " or ".join(str(slots * slot) for slots in (batch // slot, batch // slot + 1) if slots),
             )
+        ramp, batch = self.data.batch_ramp, self.training.global_batch
+        if ramp is not None:
+            for name in ("start", "increment"):
+                size = getattr(ramp, name)
+                _require(
+                    size % slot == 0,
+                    f"data.batch_ramp.{name} {size} is not a multiple of elastic.slot_sequences {slot}: every step is "
+                    f"whole slots; try {max(1, round(size / slot)) * slot}",
+                )
+            _require(
+                ramp.start < batch and (batch - ramp.start) % ramp.increment == 0,
+                f"data.batch_ramp from {ramp.start} by {ramp.increment} never is training.global_batch {batch}; "
+                f"choose a start below it and an increment that divides the difference",
+            )
+        tensor, length = self.parallel.tensor, self.data.sequence_length
+        for name in ("ff_width", "vocab_size"):
+            units = getattr(self.model, name)
+            _require(
+                tensor <= units,
+                f"parallel.tensor {tensor} is more than model.{name} {units}: a rank would hold nothing; use at most "
+                f"{units}",
+            )
+        _require(
+            not self.parallel.sequence_parallel or length % tensor == 0,
+            f"data.sequence_length {length} is not a multiple of parallel.tensor {tensor}, which "
+            f"parallel.sequence_parallel needs; use {max(1, length // tensor) * tensor} or set "
+            "parallel.sequence_parallel: false",
+        )
         tiers = {f"T{i + 1}" for i in range(len(self.elastic.tiers))}
         for tier in self.training.validation_tiers:
             _require(tier in tiers, f"training.validation_tiers: {tier!r} is none of T1 to T{len(tiers)}")

@@ -1,18 +1,14 @@
-"""A byte-level BPE trained from files: what tools/train_tokenizer.py does."""
+"""A byte-level BPE trained from files: what tools/train_tokenizer.py does by default."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from megatron_essh.data.documents import batches, read_batch
-from megatron_essh.data.files import StagedFile
-from megatron_essh.data.tokenizers import valid_text
-from megatron_essh.errors import UserError
-from megatron_essh.files import sync_folder
+from megatron_essh.data.tokenizer_training import TokenizerFile, check_vocabulary, training_texts
 
 END_OF_DOCUMENT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # every byte, and the end of a document
@@ -38,14 +34,7 @@ def train_bpe(
     Raises:
         UserError: a vocabulary below 257 or above 10,000,000, unreadable input, or an output that cannot be written.
     """
-    if vocab_size < SMALLEST_VOCABULARY:
-        raise UserError(
-            f"--vocab-size {vocab_size}: must be at least {SMALLEST_VOCABULARY}: every byte, and {END_OF_DOCUMENT}"
-        )
-    if vocab_size > LARGEST_VOCABULARY:
-        raise UserError(f"--vocab-size {vocab_size}: must be at most {LARGEST_VOCABULARY}")
-    if output.is_dir():
-        raise UserError(f"--output {output}: a folder; name the file, say {output / 'tokenizer.json'}")
+    check_vocabulary(vocab_size, SMALLEST_VOCABULARY, LARGEST_VOCABULARY, f"every byte, and {END_OF_DOCUMENT}")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -55,19 +44,7 @@ def train_bpe(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    staged = StagedFile(output)
-    try:
-        tokenizer.train_from_iterator(_texts(files, key, encoding_errors), trainer)
-        staged.write(tokenizer.to_str(pretty=True).encode())
-        staged.seal()
-        staged.publish()
-    finally:
-        staged.discard()
-    sync_folder(output.parent)
+    with TokenizerFile(output, "tokenizer.json") as file:
+        tokenizer.train_from_iterator(training_texts(files, key, encoding_errors), trainer)
+        file.publish(tokenizer.to_str(pretty=True).encode())
     return tokenizer.get_vocab_size()
-
-
-def _texts(files: Sequence[Path], key: str, encoding_errors: str) -> Iterator[str]:
-    for batch in batches(files):
-        for document in read_batch(batch, (key,), encoding_errors):
-            yield from map(valid_text, document[0])

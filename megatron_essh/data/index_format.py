@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,11 @@ _TYPE_NAMES = ("<u1", "<i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2")  # codes 
 DTYPES: dict[int, np.dtype[Any]] = {code: np.dtype(name) for code, name in enumerate(_TYPE_NAMES, 1)}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 CHUNK = 1 << 20  # entries handled at one time wherever a whole file is walked
+
+WHOLLY_CHECKED = 4 << 20
+"""Sequences and boundaries up to which opening a pair checks every one (80 MB of index, 50 ms)."""
+_CHECKED_BLOCKS = 64
+_CHECKED_BLOCK = 4096
 
 _INT32_VOCABULARY = 65_500  # from here on a token no longer goes into 16 bits
 _AGAIN = "copy or make the pair again"
@@ -51,6 +57,11 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 def pack_header(dtype: np.dtype[Any], sequences: int, documents: int) -> bytes:
     """The first 34 bytes of an index."""
     return HEADER.pack(MAGIC, 1, CODES[dtype], sequences, documents + 1)
+
+
+def index_bytes(sequences: int, boundaries: int) -> int:
+    """Size of an index."""
+    return HEADER.size + 12 * sequences + 8 * boundaries
 
 
 def file_bytes(path: Path, prefix: Path) -> int:
@@ -88,7 +99,7 @@ def read_header(path: Path, size: int) -> tuple[np.dtype[Any], int, int]:
         raise UserError(f"{path}: token type: code {code}, expected 1 to 8; {_AGAIN}")
     if boundaries < 1:
         raise UserError(f"{path}: document boundaries: {boundaries}, expected documents + 1; {_AGAIN}")
-    expected = HEADER.size + 12 * sequences + 8 * boundaries
+    expected = index_bytes(sequences, boundaries)
     if size == expected + sequences and sequences:
         raise UserError(f"{path}: a multimodal index (a mode per sequence); only pairs of plain text can be read")
     if size != expected:
@@ -100,11 +111,26 @@ def read_header(path: Path, size: int) -> tuple[np.dtype[Any], int, int]:
     return DTYPES[code], sequences, boundaries
 
 
-def check_boundaries(path: Path, boundaries: npt.NDArray[np.int64], sequences: int) -> None:
-    """Hold `boundaries` to run from 0 to `sequences` without ever falling."""
-    previous = 0
-    for begin in range(0, len(boundaries), CHUNK):
-        chunk = boundaries[begin : begin + CHUNK]
+def check_boundaries(
+    path: Path, boundaries: npt.NDArray[np.int64], sequences: int, blocks: Iterable[tuple[int, int]]
+) -> None:
+    """Hold `boundaries` to run from 0 to `sequences` without ever falling.
+
+    Args:
+        path: for the error.
+        boundaries: int64 [D].
+        sequences: N.
+        blocks: the parts [begin, end) to look at, in order, the last one up to D.
+    """
+    known, previous = 0, 0
+    for begin, end in blocks:
+        chunk = boundaries[begin:end]
+        if begin != known:
+            previous = int(chunk[0])
+            if not 0 <= previous <= sequences:
+                raise UserError(
+                    f"{path}: document boundaries: entry {begin} is {previous}, expected 0 to {sequences}; {_AGAIN}"
+                )
         falls = np.flatnonzero(chunk < np.concatenate([[previous], chunk[:-1]]))
         if falls.size:
             where = begin + int(falls[0])
@@ -112,28 +138,48 @@ def check_boundaries(path: Path, boundaries: npt.NDArray[np.int64], sequences: i
                 f"{path}: document boundaries: entry {where} is {int(boundaries[where])}, "
                 f"below the one before it; {_AGAIN}"
             )
-        previous = int(chunk[-1])
+        known, previous = end, int(chunk[-1])
     if int(boundaries[0]) != 0 or previous != sequences:
         raise UserError(
             f"{path}: document boundaries: from {int(boundaries[0])} to {previous}, expected 0 to {sequences}; {_AGAIN}"
         )
 
 
-def check_sequences(path: Path, sizes: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64], itemsize: int) -> int:
+def check_sequences(
+    path: Path,
+    sizes: npt.NDArray[np.int32],
+    offsets: npt.NDArray[np.int64],
+    itemsize: int,
+    blocks: Iterable[tuple[int, int]],
+) -> int:
     """Bytes of the `.bin` that the sequences take; each must begin where the one before it ends.
 
     Stricter than a range check on purpose: offsets of 32 bits that wrapped around, which merging long corpora
     has produced elsewhere, are in range and wrong.
+
+    Args:
+        path: for the error.
+        sizes: int32 [N], tokens in each sequence.
+        offsets: int64 [N], where each begins.
+        itemsize: bytes of a token.
+        blocks: the parts [begin, end) to look at, in order, the last one up to N.
     """
-    position = 0
-    for begin in range(0, len(sizes), CHUNK):
-        lengths = sizes[begin : begin + CHUNK].astype(np.int64)
+    known, position = 0, 0
+    for begin, end in blocks:
+        lengths = sizes[begin:end].astype(np.int64)
         negative = np.flatnonzero(lengths < 0)
         if negative.size:
             where = int(negative[0])
             raise UserError(f"{path}: lengths: sequence {begin + where} has {int(lengths[where])} tokens; {_AGAIN}")
+        if begin != known:
+            position = int(offsets[begin])
+            if not 0 <= position < 1 << 62 or position % itemsize:
+                raise UserError(
+                    f"{path}: offsets: sequence {begin} at byte {position} of the .bin, where no token of {itemsize} "
+                    f"bytes can begin; {_AGAIN}"
+                )
         ends = position + np.cumsum(lengths) * itemsize
-        wrong = np.flatnonzero(offsets[begin : begin + CHUNK] != ends - lengths * itemsize)
+        wrong = np.flatnonzero(offsets[begin:end] != ends - lengths * itemsize)
         if wrong.size:
             where = int(wrong[0])
             raise UserError(
@@ -141,8 +187,22 @@ def check_sequences(path: Path, sizes: npt.NDArray[np.int32], offsets: npt.NDArr
                 f".bin, expected {int(ends[where] - lengths[where] * itemsize)} (the end of the one before "
                 "it); make the pair again, or merge its parts again"
             )
-        position = int(ends[-1])
+        known, position = end, int(ends[-1])
     return position
+
+
+def whole_blocks(entries: int) -> Iterator[tuple[int, int]]:
+    """All of `entries` as parts [begin, end) of bounded size."""
+    return ((begin, min(begin + CHUNK, entries)) for begin in range(0, entries, CHUNK))
+
+
+def spread_blocks(entries: int) -> list[tuple[int, int]]:
+    """Parts [begin, end) spread evenly over `entries`, both ends among them; all of it where there are few."""
+    if entries <= _CHECKED_BLOCKS * _CHECKED_BLOCK:
+        return list(whole_blocks(entries))
+    last = entries - _CHECKED_BLOCK
+    begins = (last * i // (_CHECKED_BLOCKS - 1) for i in range(_CHECKED_BLOCKS))
+    return [(begin, begin + _CHECKED_BLOCK) for begin in begins]
 
 
 def content_digest(path: Path) -> bytes:

@@ -5,7 +5,8 @@ Knows nothing of text and of tokenizers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import mmap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +20,7 @@ from megatron_essh.data.index_format import (
     CHUNK,
     CODES,
     HEADER,
+    WHOLLY_CHECKED,
     WHOLLY_HASHED,
     check_boundaries,
     check_sequences,
@@ -26,9 +28,12 @@ from megatron_essh.data.index_format import (
     pack_header,
     pair_fingerprint,
     read_header,
+    spread_blocks,
     token_dtype,
+    whole_blocks,
 )
 from megatron_essh.data.sidecar import read_sidecar, sidecar_bytes, sidecar_path
+from megatron_essh.data.splicing import SplicedFile
 from megatron_essh.errors import UserError
 from megatron_essh.files import sync_folder
 
@@ -69,8 +74,8 @@ class IndexedDatasetWriter:
         self.tokens = 0
         self.largest_id = -1
         self._published = False
-        self._json: StagedFile | None = None
-        self._parts: list[StagedFile] = []
+        self._json: SplicedFile | None = None
+        self._parts: list[SplicedFile] = []
         try:
             self._bin = self._stage(".bin")
             # The index's columns grow in files of their own and are joined at the end: a corpus of a billion
@@ -125,6 +130,33 @@ class IndexedDatasetWriter:
         self.sequences += lengths_N.size
         self.tokens += tokens.size
 
+    def add_pair(self, pair: IndexedDataset, progress: Callable[[int], None] = lambda _: None) -> None:
+        """Append all documents of a pair whose index is checked; `largest_id` does not follow.
+
+        Tokens of this type go from file to file inside the kernel.
+
+        Args:
+            pair: of this token type, or of one whose every value this type holds.
+            progress: told of the bytes that were written to `.bin`, as they are.
+
+        Raises:
+            UserError: as for `add_documents`, or the pair's files changed.
+        """
+        assert np.can_cast(pair.dtype, self.dtype), f"{pair.dtype} does not fit {self.dtype}"
+        idx, bin_ = Path(f"{pair.prefix}.idx"), Path(f"{pair.prefix}.bin")
+        if pair.dtype == self.dtype:
+            self._bin.append(bin_, 0, pair.flat.nbytes, progress)
+        else:
+            for chunk in pair.chunks():
+                self._bin.write(_raw(chunk.astype(self.dtype)))
+                progress(chunk.size * self.dtype.itemsize)
+        self._lengths.append(idx, HEADER.size, 4 * len(pair))
+        for begin, end in pair._released(whole_blocks(pair.documents)):
+            self._boundaries.write(_raw((self.sequences + pair.boundaries[begin + 1 : end + 1]).astype("<i8")))
+        self.documents += pair.documents
+        self.sequences += len(pair)
+        self.tokens += pair.tokens
+
     def finish(self) -> None:
         """Complete the pair and give it its name."""
         try:
@@ -157,8 +189,12 @@ class IndexedDatasetWriter:
 
     def describe(self, sidecar: Mapping[str, Any]) -> None:
         """Bring the sealed pair's sidecar (see `sidecar.write_sidecar`) to the disk under its temporary name."""
+        self.describe_with(sidecar_bytes(sidecar))
+
+    def describe_with(self, sidecar: bytes) -> None:
+        """The same for a sidecar that is a file's content already."""
         self._json = self._stage(".json")
-        self._json.write(sidecar_bytes(sidecar))
+        self._json.write(sidecar)
         self._json.seal()
 
     def publish(self) -> None:
@@ -170,8 +206,8 @@ class IndexedDatasetWriter:
         for part in self._parts:
             part.discard()
 
-    def _stage(self, suffix: str) -> StagedFile:
-        part = StagedFile(Path(f"{self.prefix}{suffix}"))
+    def _stage(self, suffix: str) -> SplicedFile:
+        part = SplicedFile(Path(f"{self.prefix}{suffix}"))
         self._parts.append(part)
         return part
 
@@ -223,7 +259,9 @@ def _retract(writer: IndexedDatasetWriter) -> None:
 class IndexedDataset:
     """A pair, memory-mapped and checked when opened.
 
-    Opening reads the whole `.idx` once, a chunk at a time; tokens are read from the map when asked for.
+    Opening takes bounded time and memory. An index of up to 4 Mi entries is read and checked whole; of a larger one
+    both ends and blocks spread between them are, and what was not looked at is checked where it is used:
+    `check_index` checks the rest at once. Tokens are read from the map when asked for.
 
     Attributes:
         prefix: path without suffix.
@@ -244,14 +282,14 @@ class IndexedDataset:
         bin_bytes = file_bytes(bin_path, self.prefix)
         idx_bytes = file_bytes(idx_path, self.prefix)
         self.dtype, sequences, boundaries = read_header(idx_path, idx_bytes)
-        index = np.memmap(idx_path, np.uint8, "r")
+        self._index = index = _map(idx_path)
         start = HEADER.size
         self.sizes: npt.NDArray[np.int32] = np.ndarray((sequences,), "<i4", index, start)
         self._offsets: npt.NDArray[np.int64] = np.ndarray((sequences,), "<i8", index, start + 4 * sequences)
         self.boundaries: npt.NDArray[np.int64] = np.ndarray((boundaries,), "<i8", index, start + 12 * sequences)
         self.documents = boundaries - 1
-        check_boundaries(idx_path, self.boundaries, sequences)
-        described = check_sequences(idx_path, self.sizes, self._offsets, self.dtype.itemsize)
+        self._wholly_checked = sequences + boundaries <= WHOLLY_CHECKED
+        described = self._check(whole_blocks if self._wholly_checked else spread_blocks)
         if bin_bytes != described:
             state = "is truncated" if bin_bytes < described else "does not belong to this index"
             raise UserError(
@@ -259,9 +297,37 @@ class IndexedDataset:
                 "copy or make the pair again"
             )
         self.tokens = described // self.dtype.itemsize
-        self.flat: npt.NDArray[Any] = (
-            np.memmap(bin_path, self.dtype, "r").view(np.ndarray) if self.tokens else np.empty(0, self.dtype)
-        )
+        self.flat: npt.NDArray[Any] = np.empty(0, self.dtype)
+        if self.tokens:
+            self.flat = np.frombuffer(_map(bin_path), self.dtype)
+
+    def check_index(self) -> None:
+        """Check every entry of the index, where opening has not.
+
+        Raises:
+            UserError: naming the entry.
+        """
+        if not self._wholly_checked:
+            self._check(whole_blocks)
+            self._wholly_checked = True
+
+    def _check(self, parts: Callable[[int], Iterable[tuple[int, int]]]) -> int:
+        """Check `parts` of each column of the index, and give the bytes that it describes."""
+        path = Path(f"{self.prefix}.idx")
+        # Reading ahead of a block, by megabytes on some machines, would take longer than the blocks.
+        self._index.madvise(mmap.MADV_RANDOM if parts is spread_blocks else mmap.MADV_NORMAL)
+        try:
+            check_boundaries(path, self.boundaries, len(self), self._released(parts(self.documents + 1)))
+            sequences = self._released(parts(len(self)))
+            return check_sequences(path, self.sizes, self._offsets, self.dtype.itemsize, sequences)
+        finally:
+            self._index.madvise(mmap.MADV_NORMAL)
+
+    def _released(self, blocks: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """`blocks`; the pages of the index that one of them has mapped are let go after it."""
+        for block in blocks:
+            yield block
+            self._index.madvise(mmap.MADV_DONTNEED)
 
     def __len__(self) -> int:
         """Number of sequences N."""
@@ -269,8 +335,7 @@ class IndexedDataset:
 
     def __getitem__(self, index: int) -> npt.NDArray[Any]:
         """Tokens of sequence `index`, [sizes[index]], a read-only view of the file."""
-        start = self.start(index)
-        return self.flat[start : start + int(self.sizes[index])]
+        return self._tokens_of(index, index)
 
     def start(self, index: int) -> int:
         """Position in `flat` of the first token of sequence `index`."""
@@ -280,10 +345,33 @@ class IndexedDataset:
         """Tokens of document `index`, its sequences joined; a read-only view of the file."""
         if not 0 <= index < self.documents:
             raise IndexError(f"document {index} of {self.documents}")
-        first, last = int(self.boundaries[index]), int(self.boundaries[index + 1])
-        if first == last:
-            return self.flat[:0]
-        return self.flat[self.start(first) : self.start(last - 1) + int(self.sizes[last - 1])]
+        first, end = int(self.boundaries[index]), int(self.boundaries[index + 1])
+        if not 0 <= first <= end <= len(self):
+            raise UserError(
+                f"{self.prefix}.idx: document boundaries: document {index} is sequences {first} to {end} of "
+                f"{len(self)}; copy or make the pair again"
+            )
+        return self._tokens_of(first, end - 1) if first < end else self.flat[:0]
+
+    def document_lengths(self) -> Iterator[npt.NDArray[np.int64]]:
+        """Tokens in each document, in order, a bounded number of documents at a time; of a checked index."""
+        self.check_index()
+        for begin, end in self._released(whole_blocks(self.documents)):
+            bounds = self.boundaries[begin : end + 1]
+            starts = np.full(len(bounds), self.tokens * self.dtype.itemsize, np.int64)
+            within = bounds < len(self)
+            starts[within] = self._offsets[bounds[within]]
+            yield np.diff(starts) // self.dtype.itemsize
+
+    def _tokens_of(self, first: int, last: int) -> npt.NDArray[Any]:
+        begin, size = self.start(first), int(self.sizes[last])
+        end = self.start(last) + size
+        if size < 0 or not 0 <= begin <= end <= self.tokens:  # only where the index was not checked whole
+            raise UserError(
+                f"{self.prefix}.idx: sequence {last} of {size} tokens ends at token {end} of {self.tokens}; "
+                "copy or make the pair again"
+            )
+        return self.flat[begin:end]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -316,11 +404,29 @@ class IndexedDataset:
             return 0, -1
         if self.flat.nbytes <= WHOLLY_HASHED and self.recorded_largest_id is not None:
             return 0, self.recorded_largest_id
+        return self.measured_id_range()
+
+    def measured_id_range(self, progress: Callable[[int], None] = lambda _: None) -> tuple[int, int]:
+        """`id_range` by reading every token; `progress` is told of the bytes as they are read."""
         smallest, largest = np.iinfo(np.int64).max, np.iinfo(np.int64).min
-        for begin in range(0, self.tokens, 16 * CHUNK):
-            chunk = self.flat[begin : begin + 16 * CHUNK]
+        for chunk in self.chunks():
+            progress(chunk.nbytes)
             smallest, largest = min(smallest, int(chunk.min())), max(largest, int(chunk.max()))
-        return smallest, largest
+        return (smallest, largest) if self.tokens else (0, -1)
+
+    def chunks(self) -> Iterator[npt.NDArray[Any]]:
+        """All tokens in the file's order, a bounded number at a time.
+
+        Read through a buffer and not from the map, whose pages would count as this process's memory.
+        """
+        left = self.tokens
+        with Path(f"{self.prefix}.bin").open("rb", buffering=0) as file:
+            while left:
+                chunk = np.fromfile(file, self.dtype, min(4 * CHUNK, left))
+                if not chunk.size:
+                    raise UserError(f"{self.prefix}.bin: ends {left} tokens too early; copy or make the pair again")
+                left -= chunk.size
+                yield chunk
 
 
 def check_token_ids(dataset: IndexedDataset, vocab_size: int, *, trust_sidecar: bool = False) -> None:
@@ -368,6 +474,14 @@ def _check_range(dataset: IndexedDataset, id_range: tuple[int, int], vocab_size:
             f"{name}: token id {largest} lies outside the model's vocabulary of {vocab_size}; "
             f"set model.vocab_size to at least {largest + 1}, or make the data with the model's tokenizer"
         )
+
+
+def _map(path: Path) -> mmap.mmap:
+    try:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be mapped into memory: {error.strerror}") from None
 
 
 def _raw(array: npt.NDArray[Any]) -> memoryview:

@@ -25,6 +25,12 @@ _TYPES: dict[str, type] = {
     "largest_id": int,
     "data_fingerprint": str,
 }
+_OF_PREPROCESSING: dict[str, type] = {
+    "empty_documents": int,
+    "skipped_documents": int,
+    "inputs": list,
+}
+"""What only a pair straight from text has: one that was merged or cut has no such figures of its own."""
 
 
 def sidecar_path(prefix: str | Path) -> Path:
@@ -38,13 +44,18 @@ def write_sidecar(prefix: str | Path, content: Mapping[str, Any]) -> None:
     Keys: `tokenizer` (a `TokenizerConfig` mapping, its path absolute), `fingerprint` and `vocab_size` (the
     tokenizer's), `padded_vocab_size`, `eod`, `documents`, `tokens`, `largest_id` (-1 where there is no
     token), `data_fingerprint` (`IndexedDataset.fingerprint` of the pair that the other figures describe).
+    Straight from text also `empty_documents` (of those in the pair), `skipped_documents` (of the input, in no pair)
+    and `inputs`, a mapping of `path`, `bytes` and `sha256` for each file.
     """
     write_atomically(sidecar_path(prefix), sidecar_bytes(content))
 
 
 def sidecar_bytes(content: Mapping[str, Any]) -> bytes:
     """The file of a sidecar with the keys of `write_sidecar`."""
-    assert set(content) == set(_TYPES), f"a sidecar holds {sorted(_TYPES)}, got {sorted(content)}"
+    extra = set(content) - set(_TYPES)
+    known = f"a sidecar holds {sorted(_TYPES)} and perhaps {sorted(_OF_PREPROCESSING)}, got {sorted(content)}"
+    assert set(_TYPES) <= set(content), known
+    assert extra <= set(_OF_PREPROCESSING), known
     return (json.dumps(dict(content), indent=2, ensure_ascii=False) + "\n").encode()
 
 
@@ -64,7 +75,9 @@ def read_sidecar(prefix: str | Path) -> dict[str, Any] | None:
         raise UserError(f"{path}: not a JSON file ({error}); {remedy}") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: expected a JSON object, found {type(content).__name__}; {remedy}")
-    for key, kind in _TYPES.items():
+    for key, kind in {**_TYPES, **_OF_PREPROCESSING}.items():
+        if key in _OF_PREPROCESSING and key not in content:
+            continue
         value = content.get(key)
         if not isinstance(value, kind) or isinstance(value, bool):
             raise UserError(f"{path}: {key}: expected {kind.__name__}, got {value!r}; {remedy}")

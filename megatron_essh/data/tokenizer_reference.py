@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_essh.config import TokenizerConfig, config_from_mapping
 from megatron_essh.data.indexed_dataset import IndexedDataset
 from megatron_essh.data.sidecar import read_sidecar, sidecar_path
-from megatron_essh.data.tokenizers import build_tokenizer
+from megatron_essh.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_essh.errors import UserError
 
 
@@ -72,3 +72,18 @@ def reference_to(config: TokenizerConfig) -> TokenizerReference:
         vocab_size=tokenizer.vocab_size,
         eod=tokenizer.eod,
     )
+
+
+def build_recorded(reference: TokenizerReference) -> Tokenizer:
+    """The tokenizer that `reference` records, held to be still the same.
+
+    Raises:
+        UserError: its file is missing or cannot be read, or it changed since.
+    """
+    tokenizer = build_tokenizer(reference.config)
+    if tokenizer.fingerprint != reference.fingerprint:
+        raise UserError(
+            f"{reference.config.model or reference.config.type}: changed since the ids were made (fingerprint "
+            f"{tokenizer.fingerprint[:12]}, recorded {reference.fingerprint[:12]}); name the file that made them"
+        )
+    return tokenizer

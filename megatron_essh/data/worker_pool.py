@@ -6,9 +6,11 @@ pipe: the run then ends with an error instead of waiting. Workers whose parent i
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import signal
 import traceback
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -21,6 +23,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _AHEAD = 4  # items a worker that are in work or waiting for their turn
+_AHEAD_BYTES = 1 << 30  # of such items, by their sizes: from here on only the next one in turn is waited for
 
 
 def map_in_order(
@@ -28,6 +31,7 @@ def map_in_order(
     arguments: tuple[Any, ...],
     items: Iterable[Item],
     workers: int,
+    size_of: Callable[[Item], int] = lambda item: 0,
 ) -> Generator[Result, None, None]:
     """Yield `function(item)` for each item in order, where every process makes `function = setup(*arguments)`
     once.
@@ -37,8 +41,9 @@ def map_in_order(
     Args:
         setup: a module's top-level function, as the processes are spawned.
         arguments: picklable.
-        items: read no further than a few items a worker ahead of what was yielded.
+        items: read no further than a few items a worker ahead of what was yielded, and no further than a gibibyte.
         workers: number of processes.
+        size_of: bytes of an item.
 
     Raises:
         UserError: raised by the function, in the items' order; or a worker died.
@@ -51,7 +56,7 @@ def map_in_order(
         return
     pool = [_start(setup, arguments) for _ in range(workers)]
     try:
-        yield from _run(pool, iter(items))
+        yield from _run(pool, iter(items), size_of)
     finally:
         for worker in pool:
             worker.connection.close()
@@ -86,6 +91,7 @@ def _start(setup: Callable[..., Any], arguments: tuple[Any, ...]) -> _Worker:
 
 def _serve(setup: Callable[..., Callable[[Any], Any]], arguments: tuple[Any, ...], connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
+    faulthandler.enable()  # a crash in a native library then shows where we called it
     try:
         function = None
         while True:
@@ -102,15 +108,17 @@ def _serve(setup: Callable[..., Callable[[Any], Any]], arguments: tuple[Any, ...
         return  # the parent is gone or needs us no longer
 
 
-def _run(pool: list[_Worker], items: Iterator[Any]) -> Iterator[Any]:
+def _run(pool: list[_Worker], items: Iterator[Any], size_of: Callable[[Any], int]) -> Iterator[Any]:
     idle = list(pool)
     busy: dict[Connection, _Worker] = {}
     finished: dict[int, Any] = {}
+    sizes: deque[int] = deque()  # of the items given and not yielded
+    ahead = 0
     given = yielded = 0
     more = True
     while more or busy or finished:
         # A worker gets an item only when it waits for one: parent and worker never both stand in a full pipe.
-        while more and idle and given - yielded < _AHEAD * len(pool):
+        while more and idle and given - yielded < _AHEAD * len(pool) and ahead < _AHEAD_BYTES:
             try:
                 item = next(items)
             except StopIteration:
@@ -119,6 +127,8 @@ def _run(pool: list[_Worker], items: Iterator[Any]) -> Iterator[Any]:
             worker = idle.pop()
             worker.position = given
             given += 1
+            sizes.append(size_of(item))
+            ahead += sizes[-1]
             try:
                 worker.connection.send(item)
             except ConnectionError:
@@ -135,6 +145,7 @@ def _run(pool: list[_Worker], items: Iterator[Any]) -> Iterator[Any]:
         if yielded in finished:
             result = finished.pop(yielded)
             yielded += 1
+            ahead -= sizes.popleft()
             if isinstance(result, _Failure):
                 raise (UserError(result.text) if result.by_user else RuntimeError(f"in a worker:\n{result.text}"))
             yield result
@@ -145,6 +156,5 @@ def _died(worker: _Worker) -> UserError:
     code = worker.process.exitcode
     how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with status {code}"
     return UserError(
-        f"worker process {worker.process.pid} {how} before its work was done; nothing was written. "
-        "Where memory ran out, use fewer --workers"
+        f"worker process {worker.process.pid} {how} before its work was done. Where memory ran out, use fewer --workers"
     )

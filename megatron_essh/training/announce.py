@@ -19,12 +19,16 @@ from megatron_essh.training.run_folder import RunFolder
 def announce_start(config: RunConfig, engine: NativeEngine, data: RunData, folder: RunFolder, begin: str) -> None:
     """Print the model, its capacities, layout, data, steps, and in `begin`'s words where the run begins."""
     model, training = config.model, config.training
-    pair, length = data.loader.dataset.dataset, config.data.sequence_length
-    step_tokens = data.loader.global_batch * length
-    all_tokens = engine.steps * step_tokens
+    dataset, schedule, length = data.loader.dataset, data.loader.schedule, config.data.sequence_length
+    all_tokens = schedule.samples_before(engine.steps) * length
+    sizes = [stage.batch for stage in schedule.stages if stage.first_step < engine.steps]
+    if len(sizes) == 1:
+        steps = f"{sizes[0]} x {length} = {sizes[0] * length:,} tokens"
+    else:
+        steps = f"{sizes[0]} to {sizes[-1]} x {length} tokens"
     if data.validation:
         count = sum(batch.size - len(batch) for batch in data.validation)
-        validation = f"validation: {config.data.validation}, {count:,} tokens"
+        validation = f"validation: {data.validation_name}, {count:,} tokens"
     else:
         validation = "no validation (data.validation is not set)"
     lines = [
@@ -33,10 +37,9 @@ def announce_start(config: RunConfig, engine: NativeEngine, data: RunData, folde
         f"vocabulary {model.vocab_size:,}",
         "capacities in training:",
         capacity_table(config, training_capacities(config, engine)),
-        f"layout: 1 process on {_device_name(engine.device)}, {training.precision}",
-        f"data: {config.data.train}, {pair.tokens:,} tokens, {all_tokens / pair.tokens:.2f} epochs; {validation}",
-        f"steps: {engine.steps:,} of {data.loader.global_batch} x {length} = {step_tokens:,} tokens in "
-        f"micro-batches of {training.micro_batch}, {all_tokens:,} tokens in all",
+        f"layout: {_layout(engine)}, {training.precision}",
+        f"data: {dataset.prefix}, {dataset.tokens:,} tokens, {all_tokens / dataset.tokens:.2f} epochs; {validation}",
+        f"steps: {engine.steps:,} of {steps} in micro-batches of {training.micro_batch}, {all_tokens:,} tokens in all",
         f"output: {folder.path}",
         begin,
     ]
@@ -81,6 +84,14 @@ def validation_table(config: RunConfig, capacities: Mapping[str, Capacity], loss
 def _shape(config: RunConfig, capacity: Capacity) -> list[str]:
     total = parameter_counts(config.model, capacity).total
     return [str(capacity.channels), str(capacity.ff_width), f"{total:,}"]
+
+
+def _layout(engine: NativeEngine) -> str:
+    mesh = engine.mesh
+    if mesh.world == 1:
+        return f"1 process on {_device_name(engine.device)}"
+    split = " with positions shared" if engine.config.parallel.sequence_parallel else ""
+    return f"{mesh.world} processes, tensor {mesh.tp}{split} x data {mesh.dp}, each on {_device_name(engine.device)}"
 
 
 def _device_name(device: torch.device) -> str:

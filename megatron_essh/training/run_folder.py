@@ -27,9 +27,15 @@ MAY_CHANGE = (
     "training.device",
     "training.threads",
     "training.recompute",
+    "training.skip_limit",
+    "training.compare_every",
     "checkpoint.",
+    "parallel.",
     "data.train",  # the data's fingerprint decides: a moved copy continues the run, other data is refused
+    "data.blend",  # likewise, with data.blend_weights: the saved data position holds them
     "data.validation",
+    "data.index_cache",
+    "data.workers",
 )
 """Settings that a resumed run may change, because its trained weights do not depend on them."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import signal
@@ -33,6 +34,8 @@ def fail_at(position: int, how: str) -> Callable[[int], bytes]:
                 (pipe,) = [o for o in gc.get_objects() if isinstance(o, Connection) and not o.closed]
                 os.write(pipe.fileno(), struct.pack("!i", 1000) + b"abc")
                 os.kill(os.getpid(), signal.SIGKILL)
+            if how == "crash":
+                faulthandler._sigsegv()
             if how == "exit":
                 os._exit(3)
             if how == "panic":

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_essh.data import (
     IndexedDataset,
@@ -18,6 +19,7 @@ from megatron_essh.data import (
     indexed_dataset,
     validation_batches,
 )
+from megatron_essh.data.batch_schedule import BatchSchedule
 from megatron_essh.data.sidecar import write_sidecar
 from megatron_essh.errors import UserError
 
@@ -66,13 +68,87 @@ def test_the_stream_of_samples_does_not_depend_on_the_batch(packed: Callable[...
 def test_resuming_reads_no_sample(packed: Callable[..., PackedDataset], monkeypatch: pytest.MonkeyPatch) -> None:
     loader = StatefulLoader(packed(), 20)
     state = {**loader.state_values(), "consumed_samples": 380}
-    read: list[int] = []
-    get = PackedDataset.__getitem__
-    monkeypatch.setattr(PackedDataset, "__getitem__", lambda self, i: (read.append(i), get(self, i))[1])
+    asked: list[int] = []
+    read = PackedDataset.read
+    monkeypatch.setattr(
+        PackedDataset, "read", lambda self, indices, out: (asked.extend(indices.tolist()), read(self, indices, out))[1]
+    )
     loader.load_state(state)
-    assert read == []
+    assert asked == []
     loader.next_batch()
-    assert read == list(range(380, 400))
+    assert asked == list(range(380, 400))
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_threads_that_read_ahead_change_no_batch(packed: Callable[..., PackedDataset], workers: int) -> None:
+    schedule = BatchSchedule.ramp(5, 5, 60, 20)
+    alone, ahead = StatefulLoader(packed(), schedule), StatefulLoader(packed(), schedule, workers=workers)
+    for _ in range(12):
+        np.testing.assert_array_equal(ahead.next_batch(), alone.next_batch())
+        assert ahead.state_values() == alone.state_values()
+    state = json.loads(json.dumps(ahead.state_values()))
+    following = [ahead.next_batch() for _ in range(3)]
+    ahead.load_state(state)  # what was read ahead is of another position now
+    for batch in following:
+        np.testing.assert_array_equal(ahead.next_batch(), batch)
+    ahead.close()
+
+
+def test_reading_ahead_ends_with_the_samples_and_an_error_comes_at_its_own_batch(
+    write_pair: Callable[..., Path],
+) -> None:
+    prefix = write_pair([[1] * 16 * 40 + [2]])
+    np.memmap(f"{prefix}.bin", "<u2", "r+")[:2] = 99
+    dataset = PackedDataset(prefix, 16, 3, vocab_size=None)
+    bad = next(i for i in range(len(dataset)) if 99 in dataset[i])
+    dataset.vocab_size = 10
+    loader = StatefulLoader(dataset, 4, workers=2)
+    for _ in range(bad // 4):
+        loader.next_batch()
+    for _ in range(2):  # again and again, and nothing is passed over
+        with pytest.raises(UserError, match="token id 99"):
+            loader.next_batch()
+    assert loader.consumed_samples == bad // 4 * 4
+    dataset.vocab_size = 100
+    assert [len(loader.next_batch()) for _ in range(10 - bad // 4)] == [4] * (10 - bad // 4)
+    with pytest.raises(IndexError):
+        loader.next_batch()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_order_of_samples_does_not_depend_on_the_number_of_ranks(
+    packed: Callable[..., PackedDataset], ranks: int
+) -> None:
+    schedule = BatchSchedule.ramp(8, 8, 64, 24)
+
+    def rows_of(rank: int) -> Callable[[int], list[int]]:
+        # Slots of 2 sequences, dealt to the ranks in an order that changes from step to step.
+        return lambda step: [
+            2 * slot + k for slot in range(schedule.batch(step) // 2) if (slot + step) % ranks == rank for k in (0, 1)
+        ]
+
+    whole = StatefulLoader(packed(), schedule)
+    loaders = [StatefulLoader(packed(), schedule, workers=rank % 2, rows=rows_of(rank)) for rank in range(ranks)]
+    for step in range(14):
+        batch = np.full((schedule.batch(step), 17), -1, np.int64)
+        for rank, loader in enumerate(loaders):
+            batch[rows_of(rank)(step)] = loader.next_batch()
+        np.testing.assert_array_equal(batch, whole.next_batch())
+        assert all(loader.state_values() == whole.state_values() for loader in loaders)
+
+
+@pytest.mark.gpu
+def test_pinned_batches_are_the_same_and_copied_from_at_once(packed: Callable[..., PackedDataset]) -> None:
+    plain, pinned = StatefulLoader(packed(), 20), StatefulLoader(packed(), 20, workers=2, pinned=True)
+    copies = []
+    for _ in range(10):  # many copies under way: no batch's memory may be given to the next meanwhile
+        batch = pinned.next_batch()
+        assert isinstance(batch, torch.Tensor)
+        assert batch.is_pinned()
+        copies.append(batch.to("cuda", non_blocking=True))
+        del batch
+    for copy in copies:
+        np.testing.assert_array_equal(copy.cpu().numpy(), plain.next_batch())
 
 
 def test_past_its_samples_the_loader_stops(packed: Callable[..., PackedDataset]) -> None:
@@ -99,6 +175,8 @@ def test_changed_data_is_refused(packed: Callable[..., PackedDataset], write_pai
         ({"last_epoch_apart": None}, "keep training.steps"),
         ({"consumed_samples": -1}, "consumed_samples -1, expected 0 to"),
         ({"consumed_samples": 10**9}, "consumed_samples 1000000000"),
+        ({"consumed_samples": 30}, "no step begins after 30 samples: training.global_batch or data.batch_ramp changed"),
+        ({"documents": [0, 7]}, r"documents \[0, 7\], and the run has \[0, 60\]"),
         ({"consumed_samples": "7"}, "consumed_samples '7'"),
     ],
 )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import resource
+import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +15,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_essh.data import IndexedDatasetWriter, PackedDataset, document_ids, validation_batches
-from megatron_essh.data.packing import IGNORED, next_token_task
+from megatron_essh.data import (
+    IndexedDataset,
+    IndexedDatasetWriter,
+    PackedDataset,
+    document_ids,
+    index_format,
+    indexed_dataset,
+    validation_batches,
+)
+from megatron_essh.data.packing import IGNORED, DatasetPart, next_token_task
+from megatron_essh.data.sampling import split_documents
 from megatron_essh.errors import UserError
 from megatron_essh.ops import linear_loss
 
@@ -61,6 +73,132 @@ def test_slots_in_order_are_the_shuffled_documents_joined(
         assert sample.dtype == np.int64
         assert sample.tolist() == stream[slot * sequence_length : (slot + 1) * sequence_length + 1]
     assert sorted(Counter(stream).items()) == [(t, packed.order.epochs) for t in range(token)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.lists(st.integers(1, 9), max_size=3), min_size=1, max_size=14),
+    shares=st.tuples(st.floats(0.1, 1), st.floats(0, 1), st.floats(0, 1)),
+    sequence_length=st.integers(1, 12),
+    seed=st.integers(0, 50),
+)
+def test_a_split_serves_every_token_of_its_documents_once_an_epoch_in_order_and_no_other(
+    tmp_path_factory: pytest.TempPathFactory,
+    lengths: list[list[int]],
+    shares: tuple[float, float, float],
+    sequence_length: int,
+    seed: int,
+) -> None:
+    prefix = tmp_path_factory.mktemp("split") / "p"
+    token, documents = 0, []
+    with IndexedDatasetWriter(prefix, "<u2") as writer:
+        for document in lengths:
+            pieces = [
+                list(range(token + sum(document[:i]), token + sum(document[: i + 1]))) for i in range(len(document))
+            ]
+            token += sum(document)
+            writer.add_document(*pieces)
+            documents.append([t for piece in pieces for t in piece])
+    pair = IndexedDataset(prefix)
+    parts = [DatasetPart(pair, part) for part in split_documents(len(documents), shares)]
+    assert [t for part in parts for t in part.flat.tolist()] == list(range(token))
+    for part in parts:
+        own = [t for document in documents[slice(*part.documents)] for t in document]
+        assert part.flat.tolist() == own
+        if len(own) <= sequence_length:
+            with pytest.raises(UserError, match=f"{len(own)} tokens"):
+                PackedDataset(part, sequence_length, seed)
+            continue
+        packed = PackedDataset(part, sequence_length, seed)
+        of_slot = {int(slot): i for i, slot in enumerate(packed.order.shuffle)}
+        samples = [packed[of_slot[slot]].tolist() for slot in range(len(packed))]
+        stream = [t for sample in samples for t in sample[:-1]] + samples[-1][-1:]
+        held = [t for number in packed.order.documents for t in pair[int(number)].tolist()]
+        assert sorted(held) == own  # every sequence of the part once, each whole and in order
+        assert stream == held[: len(stream)]
+        assert len(held) - len(stream) < sequence_length  # what is too short for a sample, at an epoch's end
+        windows = [w.tolist() for batch in validation_batches(part, sequence_length, 2, 100) for w in batch]
+        assert [t for w in windows for t in w[:-1]] == own[: len(windows) * sequence_length]
+
+
+@pytest.mark.parametrize("dtype", ["<u1", "<i1", "<u2", "<i2", "<i4", "<i8"])
+def test_read_gives_what_the_definition_gives(write_pair: Callable[..., Path], dtype: str) -> None:
+    documents = [[t % 120 for t in document] for document in corpus(4)]
+    packed = PackedDataset(write_pair(documents, dtype=dtype), 32, 5, samples=200)
+    indices = np.random.default_rng(0).integers(0, len(packed), 64)
+    found = np.full((64, 33), -1, np.int64)
+    packed.read(indices, found)
+    np.testing.assert_array_equal(found, np.stack([packed[i] for i in indices]))
+    for wrong in (-1, len(packed)):
+        with pytest.raises(IndexError):
+            packed.read(np.array([0, wrong]), found[:2])
+    packed.read(indices[:0], found[:0])
+
+
+def test_a_wide_order_is_read_as_a_narrow_one(write_pair: Callable[..., Path]) -> None:
+    """What an order over more than 2**31 documents holds: rows of int64, a shuffle of int64."""
+    packed = PackedDataset(write_pair(corpus(4)), 32, 5, samples=200)
+    order = packed.order
+    expected = np.stack([packed[i] for i in range(200)])
+    packed.order = replace(order, samples=order.samples.astype(np.int64), shuffle=order.shuffle.astype(np.int64))
+    found = np.empty((200, 33), np.int64)
+    packed.read(np.arange(200), found)
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("value", [-4, 7])
+def test_a_length_that_opening_did_not_look_at_is_found_when_the_order_is_drawn(
+    write_pair: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, value: int
+) -> None:
+    monkeypatch.setattr(indexed_dataset, "WHOLLY_CHECKED", 0)
+    monkeypatch.setattr(index_format, "_CHECKED_BLOCKS", 2)
+    monkeypatch.setattr(index_format, "_CHECKED_BLOCK", 4)
+    prefix = write_pair([[1] * 5] * 100)
+    with Path(f"{prefix}.idx").open("r+b") as file:
+        file.seek(34 + 4 * 50)
+        file.write(np.array([value], "<i4").tobytes())
+    dataset = IndexedDataset(prefix)
+    assert dataset.tokens == 500
+    with pytest.raises(UserError, match=r"pair\.idx: (lengths: sequence 50 has -4|offsets: sequence 51)"):
+        PackedDataset(DatasetPart(dataset), 32, 5)
+
+
+def test_samples_come_out_of_a_terabyte_at_once_and_from_its_very_end(tmp_path: Path) -> None:
+    documents, length = 500, 2**30
+    prefix, size = tmp_path / "terabyte", 500 * 2**30 * 2
+    lengths = np.full(documents, length, "<i4")
+    offsets = np.arange(documents, dtype="<i8") * length * 2
+    boundaries = np.arange(documents + 1, dtype="<i8")
+    head = index_format.pack_header(np.dtype("<u2"), documents, documents)
+    Path(f"{prefix}.idx").write_bytes(head + lengths.tobytes() + offsets.tobytes() + boundaries.tobytes())
+    last = np.arange(1, 1000, dtype="<u2")
+    with Path(f"{prefix}.bin").open("wb") as file:  # a hole, except for the last tokens
+        file.truncate(size)
+        file.seek(size - last.nbytes)
+        file.write(last.tobytes())
+
+    begin, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    packed = PackedDataset(prefix, 2**20, 3)
+    assert time.monotonic() - begin < 1
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # KiB
+    assert len(packed) == documents * 2**10 - 1
+    # The file's end lies in the stream where its last document is read to its end.
+    position = packed.order.documents.tolist().index(documents - 1)
+    slot = position * 2**10 + 2**10 - 1
+    assert position < documents - 1, "the seed puts another document last, whose end no sample holds"
+    sample = np.empty((1, 2**20 + 1), np.int64)
+    packed.read(np.flatnonzero(packed.order.shuffle == slot)[:1], sample)
+    np.testing.assert_array_equal(sample[0, -1000:-1], last)
+
+
+def test_a_damaged_index_is_named_and_nothing_beyond_the_file_is_read(write_pair: Callable[..., Path]) -> None:
+    prefix = write_pair(corpus(4))
+    packed = PackedDataset(prefix, 32, 5, samples=200)
+    with Path(f"{prefix}.idx").open("r+b") as file:  # under the open map, as a failing disk would
+        file.seek(34 + 4 * len(packed.dataset))
+        file.write(np.full(len(packed.dataset), 1 << 40, "<i8").tobytes())
+    with pytest.raises(UserError, match=r"pair\.idx: .*(damaged|offsets)"):
+        packed.read(np.arange(8), np.empty((8, 33), np.int64))
 
 
 def test_samples_depend_on_the_seed_the_files_and_the_length_alone(write_pair: Callable[..., Path]) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import numpy as np
 import pytest
 
 from megatron_essh.config import TokenizerConfig
-from megatron_essh.data import IndexedDataset, build_tokenizer, read_sidecar
+from megatron_essh.data import IndexedDataset, build_tokenizer, encoding, read_sidecar
 from megatron_essh.data.documents import find_files
+from megatron_essh.data.index_format import content_digest
+from megatron_essh.data.parts import PartFolder, PartRecord, shards, shares
 from megatron_essh.data.preprocessing import PairSummary, Preprocessing, preprocess
 from megatron_essh.errors import UserError
 
@@ -40,6 +43,11 @@ def documents_of(prefix: Path) -> list[list[int]]:
 
 def outputs(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "out").iterdir()) if (folder / "out").exists() else []
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The pairs and sidecars, by name; parts of an unfinished run are no output."""
+    return {name: (folder / "out" / name).read_bytes() for name in outputs(folder) if not name.endswith(".parts")}
 
 
 def random_texts(count: int, seed: int = 0) -> list[str]:
@@ -80,6 +88,9 @@ def test_the_sidecar_says_what_made_the_pair_and_what_is_in_it(
         "tokens": dataset.tokens,
         "largest_id": int(dataset.flat.max()),
         "data_fingerprint": dataset.fingerprint,
+        "empty_documents": 1,
+        "skipped_documents": 0,
+        "inputs": [{"path": str(path), "bytes": path.stat().st_size, "sha256": content_digest(path).hex()}],
     }
 
 
@@ -102,7 +113,7 @@ def test_the_output_does_not_depend_on_the_workers(tmp_path: Path, monkeypatch: 
         folder = tmp_path / str(workers)
         inputs = [lines, *tmp_path.glob("a_*.txt")]
         run(folder, *inputs, workers=workers, append_eod=True, validation_every=7)
-        written.append({name: (folder / "out" / name).read_bytes() for name in outputs(folder)})
+        written.append(contents(folder))
     assert len(written[0]) == 6
     assert written[0] == written[1]
 
@@ -174,12 +185,13 @@ def test_input_without_a_token_is_refused(tmp_path: Path) -> None:
 def test_a_failed_run_leaves_the_earlier_pair_as_it_was(tmp_path: Path, workers: int) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"text": "good"}])
     (pair,) = run(tmp_path, path)
-    before = {name: (tmp_path / "out" / name).read_bytes() for name in outputs(tmp_path)}
+    before = contents(tmp_path)
     with path.open("a") as file:
         file.write('{"text": "cut')
     with pytest.raises(UserError, match=r"a\.jsonl: line 2: not JSON"):
-        run(tmp_path, path, workers=workers)
-    assert {name: (tmp_path / "out" / name).read_bytes() for name in outputs(tmp_path)} == before
+        run(tmp_path, path, workers=workers, strict=True)
+    assert contents(tmp_path) == before
+    assert len(outputs(tmp_path)) == 3
     assert documents_of(pair.prefix) == [list(b"good")]
 
 
@@ -192,7 +204,8 @@ def test_a_change_of_names_that_fails_leaves_no_pair(
     rename, renamed = os.replace, []
 
     def fail_once(source: Path, target: Path) -> None:
-        renamed.append(target)
+        if Path(target).parent == tmp_path / "out":
+            renamed.append(target)
         if len(renamed) == position + 1:
             raise OSError(errno.EIO, "broken disk")
         rename(source, target)
@@ -200,7 +213,10 @@ def test_a_change_of_names_that_fails_leaves_no_pair(
     monkeypatch.setattr(os, "replace", fail_once)
     with pytest.raises(OSError, match="broken disk"):
         run(tmp_path, path, validation_every=2)
-    assert outputs(tmp_path) == []
+    assert contents(tmp_path) == {}
+    monkeypatch.undo()
+    run(tmp_path, path, validation_every=2)
+    assert len(outputs(tmp_path)) == 6
 
 
 def test_a_sidecar_that_cannot_be_written_leaves_the_earlier_pairs_as_they_were(
@@ -208,7 +224,7 @@ def test_a_sidecar_that_cannot_be_written_leaves_the_earlier_pairs_as_they_were(
 ) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"text": t} for t in "uvwxyz"])
     run(tmp_path, path, validation_every=3)
-    before = {name: (tmp_path / "out" / name).read_bytes() for name in outputs(tmp_path)}
+    before = contents(tmp_path)
 
     def fail(content: object) -> bytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -216,11 +232,11 @@ def test_a_sidecar_that_cannot_be_written_leaves_the_earlier_pairs_as_they_were(
     monkeypatch.setattr("megatron_essh.data.indexed_dataset.sidecar_bytes", fail)
     with pytest.raises(OSError, match="No space left"):
         run(tmp_path, path, validation_every=2)
-    assert {name: (tmp_path / "out" / name).read_bytes() for name in outputs(tmp_path)} == before
+    assert contents(tmp_path) == before
 
 
 KILLED_EVERYWHERE = """
-import os, signal, sys
+import os, shutil, signal, sys
 from pathlib import Path
 from megatron_essh.config import TokenizerConfig
 from megatron_essh.data.preprocessing import Preprocessing, preprocess
@@ -248,6 +264,8 @@ for step in range(1, 100):
         os._exit(0)
     if os.waitpid(child, 0)[1] == 0:
         break
+    shutil.copytree(folder, root / f"{step} again")
+    run(root / f"{step} again", "new.jsonl")
 """
 
 
@@ -256,22 +274,27 @@ def test_a_run_killed_at_any_change_of_names_leaves_whole_pairs_of_one_run(tmp_p
         write_lines(tmp_path / f"{name}.jsonl", [{"text": name}] * 4)
     subprocess.run([sys.executable, "-c", KILLED_EVERYWHERE, str(tmp_path)], check=True, timeout=60)
     found = []
-    for step in range(1, len(list(tmp_path.iterdir())) - 1):
-        contents = []
+    steps = [path for path in tmp_path.iterdir() if path.is_dir() and path.name.isdigit()]
+    expected = {path.name: path.read_bytes() for path in (tmp_path / str(len(steps))).iterdir()}
+    for step in range(1, len(steps) + 1):
+        if step < len(steps):
+            again = {path.name: path.read_bytes() for path in (tmp_path / f"{step} again").iterdir()}
+            assert again == expected, f"run again after a kill at step {step}"
+        state = []
         for split in ("document", "validation"):
             prefix = tmp_path / str(step) / f"x_text_{split}"
             if not Path(f"{prefix}.idx").exists():
-                contents.append("none")
+                state.append("none")
                 continue
             sidecar = read_sidecar(prefix)
             assert sidecar is not None, f"killed at step {step}"
             assert sidecar["data_fingerprint"] == IndexedDataset(prefix).fingerprint
             assert len({bytes(document).decode() for document in documents_of(prefix)}) == 1
-            contents.append(bytes(documents_of(prefix)[0]).decode())
-        assert contents != ["old", "new"]
-        assert contents != ["new", "old"]
-        found.append(contents)
-    assert len(found) > 12
+            state.append(bytes(documents_of(prefix)[0]).decode())
+        assert state != ["old", "new"]
+        assert state != ["new", "old"]
+        found.append(state)
+    assert len(found) > 20
     assert (found[0], found[-1]) == (["old", "old"], ["new", "new"])
     assert ["none", "none"] in found
 
@@ -279,12 +302,12 @@ def test_a_run_killed_at_any_change_of_names_leaves_whole_pairs_of_one_run(tmp_p
 def test_a_validation_pair_of_an_earlier_run_is_not_left_beside_its_own_documents(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"text": t} for t in "uvwxyz"])
     _, validation = run(tmp_path, path, validation_every=3)
-    before = {name: (tmp_path / "out" / name).read_bytes() for name in outputs(tmp_path)}
+    before = contents(tmp_path)
     with pytest.raises(
         UserError, match=r"x_text_validation\.idx: .* earlier run.* remove it, .*--validation-every.*--output-prefix"
     ):
         run(tmp_path, path)
-    assert {name: (tmp_path / "out" / name).read_bytes() for name in outputs(tmp_path)} == before
+    assert contents(tmp_path) == before
     run(tmp_path, path, validation_every=2)
     assert documents_of(validation.prefix) == [[ord(t)] for t in "vxz"]
     Path(f"{validation.prefix}.idx").unlink()
@@ -305,9 +328,9 @@ def test_a_disk_that_fills_is_one_error_and_leaves_nothing(tmp_path: Path, monke
         return written
 
     monkeypatch.setattr(os, "write", limited)
-    with pytest.raises(UserError, match=r"x_text_document\.\S+: cannot be written: No space left on device"):
+    with pytest.raises(UserError, match=r"_text_document\.\S+: cannot be written: No space left on device"):
         run(tmp_path, path)
-    assert outputs(tmp_path) == []
+    assert outputs(tmp_path) == []  # no part was finished
 
 
 def test_progress_tells_rates_and_time_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,3 +343,235 @@ def test_progress_tells_rates_and_time_left(tmp_path: Path, monkeypatch: pytest.
     assert all("MB/s" in line and "tokens/s" in line for line in lines)
     assert all("s left" in line for line in lines[:-1])
     assert lines[-1].startswith("100 documents, 800 tokens")
+
+
+def small_shards(folder: Path, monkeypatch: pytest.MonkeyPatch, files: int = 5) -> list[Path]:
+    """JSON lines files of which each makes a part of its own."""
+    monkeypatch.setattr("megatron_essh.data.preprocessing._SHARD_BYTES", 1)
+    texts = random_texts(40 * files)
+    return [
+        write_lines(folder / f"part_{i}.jsonl", [{"text": text} for text in texts[40 * i : 40 * (i + 1)]])
+        for i in range(files)
+    ]
+
+
+def stop_after(folder: Path, inputs: list[Path], parts: int, **options: Any) -> list[str]:
+    """A run that is interrupted once that many parts are finished; what it said."""
+    told: list[str] = []
+    task = Preprocessing(tokenizer=BYTE, output_prefix=str(folder / "out" / "x"), **options)
+    with pytest.MonkeyPatch.context() as patch:
+        add = PartFolder.add
+
+        def stop(self: PartFolder, record: PartRecord) -> None:
+            add(self, record)
+            if len(self.finished) == parts:
+                raise KeyboardInterrupt
+
+        patch.setattr(PartFolder, "add", stop)
+        with pytest.raises(KeyboardInterrupt):
+            preprocess(find_files([str(path) for path in inputs]), task, told.append)
+    return told
+
+
+@pytest.mark.parametrize("parts", [1, 3, 5])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_same_command_goes_on_after_the_finished_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: int, workers: int
+) -> None:
+    inputs = small_shards(tmp_path, monkeypatch)
+    options = {"append_eod": True, "validation_every": 7}
+    run(tmp_path / "whole", *inputs, **options)
+    told = stop_after(tmp_path, inputs, parts, **options)
+    assert contents(tmp_path) == {}
+    lines: list[str] = []
+    task = Preprocessing(tokenizer=BYTE, output_prefix=str(tmp_path / "out" / "x"), workers=workers, **options)
+    assert told == [f"{tmp_path}/out/x.parts: {parts} finished parts stay; the same command goes on after them"]
+    read = encoding.read_located
+
+    def unfinished_only(batch: Any, *arguments: Any, **options: Any) -> Any:
+        assert batch.paths[0] not in inputs[:parts]
+        return read(batch, *arguments, **options)
+
+    monkeypatch.setattr(encoding, "read_located", unfinished_only)
+    preprocess(find_files([str(path) for path in inputs]), task, lines.append)
+    assert lines[0].startswith(f"going on after {parts} finished parts")
+    assert contents(tmp_path) == contents(tmp_path / "whole")
+    assert outputs(tmp_path) == outputs(tmp_path / "whole")  # the parts are gone
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"append_eod": True}, "append_eod was False and is True"),
+        ({"keys": ("id",)}, "json_keys"),
+        ({"vocab_size": 100_000}, "token_type was 'uint16' and is 'int32'"),
+        ({"validation_every": 3}, "validation_every was None and is 3"),
+        ({"strict": True}, "strict was False and is True"),
+        ({"inputs": 4}, r"files: then 5, now 4; gone \['.*part_4"),
+    ],
+)
+def test_another_command_does_not_take_the_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], message: str
+) -> None:
+    inputs = small_shards(tmp_path, monkeypatch)
+    stop_after(tmp_path, inputs, 2)
+    change = dict(change)
+    given = inputs[: change.pop("inputs", 5)]
+    with pytest.raises(UserError, match=rf"x\.parts: holds finished parts of another command: {message}.*--fresh"):
+        run(tmp_path, *given, **change)
+    assert len(list((tmp_path / "out" / "x.parts").glob("*.json"))) == 3  # they are still there
+    if "keys" not in change:
+        run(tmp_path, *given, fresh=True, **change)
+        run(tmp_path / "whole", *given, **change)
+        assert contents(tmp_path) == contents(tmp_path / "whole")
+
+
+def test_other_input_does_not_go_with_the_parts_and_the_same_one_moved_in_time_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = small_shards(tmp_path, monkeypatch)
+    stop_after(tmp_path, inputs, 2)
+    content = inputs[1].read_bytes()
+    for other in (content.replace(b"a", b"b"), content + b"\n"):
+        inputs[1].write_bytes(other)
+        with pytest.raises(UserError, match=r"part 1 was made from .*part_1\.jsonl with another content; .*--fresh"):
+            run(tmp_path, *inputs)
+    inputs[1].write_bytes(content)
+    os.utime(inputs[1], (1, 1))
+    run(tmp_path, *inputs)
+    assert outputs(tmp_path) == ["x_text_document.bin", "x_text_document.idx", "x_text_document.json"]
+
+
+def test_a_part_that_is_not_as_recorded_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = small_shards(tmp_path, monkeypatch)
+    stop_after(tmp_path, inputs, 2)
+    parts = tmp_path / "out" / "x.parts"
+    os.truncate(parts / "000001_text_document.bin", 10)
+    with pytest.raises(UserError, match=r"000001_text_document\.bin: .* is truncated"):
+        run(tmp_path, *inputs)
+    for name in ("000000_text_document.bin", "000000_text_document.idx"):
+        (parts / name.replace("000000", "000001")).write_bytes((parts / name).read_bytes())
+    with pytest.raises(UserError, match="not the pair that its record describes"):
+        run(tmp_path, *inputs)
+    (parts / "000000.json").write_text("[]")
+    with pytest.raises(UserError, match="expected a JSON object"):
+        run(tmp_path, *inputs)
+    run(tmp_path, *inputs, fresh=True)
+    assert len(outputs(tmp_path)) == 3
+
+
+def test_small_files_share_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = small_shards(tmp_path, monkeypatch, 7)
+    sizes = [path.stat().st_size for path in inputs]
+    least = sizes[0] + sizes[1] + 1
+    groups = shards(inputs, least)
+    assert [path for group in groups for path in group] == inputs
+    assert all(sum(path.stat().st_size for path in group) >= least for group in groups[:-1])
+    assert all(sum(path.stat().st_size for path in group[:-1]) < least for group in groups)
+
+
+def test_input_that_grows_while_it_is_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = small_shards(tmp_path, monkeypatch)
+    read = encoding.read_located
+
+    def grow(batch: Any, *arguments: Any, **options: Any) -> Any:
+        if batch.paths[0] == inputs[2] and batch.first_line == 1:
+            with inputs[2].open("a") as file:
+                file.write("\n")
+        return read(batch, *arguments, **options)
+
+    monkeypatch.setattr(encoding, "read_located", grow)
+    with pytest.raises(UserError, match=r"part_2\.jsonl: changed while it was read"):
+        run(tmp_path, *inputs)
+    assert contents(tmp_path) == {}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_lines_that_cannot_be_read_are_counted_and_the_first_twenty_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    monkeypatch.setattr("megatron_essh.data.documents._BATCH_BYTES", 100)
+    bad = [b'{"text": "cut', b"{}", b'{"text": 5}', b'{"text": "\xff"}', b"[]"] * 6
+    good = [b'{"text": "%d"}' % i for i in range(30)]
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\n".join(line for pair in zip(good, bad, strict=True) for line in pair))
+    lines: list[str] = []
+    task = Preprocessing(tokenizer=BYTE, output_prefix=str(tmp_path / "out" / "x"), workers=workers)
+    (pair,) = preprocess([path], task, lines.append)
+    assert documents_of(pair.prefix) == [list(b"%d" % i) for i in range(30)]
+    told = [line for line in lines if line.startswith("skipped: ")]
+    assert [line.split(": ")[2] for line in told] == [f"line {2 * i + 2}" for i in range(20)]
+    assert "a.jsonl: line 8: not UTF-8 text at byte 10 (0xff)" in told[3]
+    assert lines[-1] == "30 documents skipped, 20 of them named above"
+    sidecar = read_sidecar(pair.prefix)
+    assert sidecar is not None
+    assert (sidecar["documents"], sidecar["skipped_documents"]) == (30, 30)
+    with pytest.raises(UserError, match=r"a\.jsonl: line 2: not JSON"):
+        preprocess([path], replace(task, strict=True), lines.append)
+
+
+def test_a_document_that_is_too_long_is_skipped_by_name(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"text": t} for t in ("x", "y" * (3 << 20), "z")])
+    (tmp_path / "b.txt").write_text("v" * ((1 << 20) + 1))
+    (tmp_path / "c.txt").write_text("w" * (1 << 20))
+    inputs = [path, tmp_path / "b.txt", tmp_path / "c.txt"]
+    (pair,) = run(tmp_path, *inputs, max_document_mb=1)
+    assert documents_of(pair.prefix) == [[120], [122], [119] * (1 << 20)]
+    with pytest.raises(
+        UserError, match=r"a\.jsonl: line 2: a document of more than 1,048,576 bytes; .*--max-document-mb"
+    ):
+        run(tmp_path, *inputs, max_document_mb=1, strict=True)
+    (pair,) = run(tmp_path, *inputs, max_document_mb=4)
+    assert pair.documents == 5
+
+
+def test_partitions_are_shares_of_the_input_and_join_to_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = small_shards(tmp_path, monkeypatch, 7)
+    (whole,) = run(tmp_path / "whole", *inputs, append_eod=True)
+    pairs = run(tmp_path, *inputs, append_eod=True, partitions=3)
+    assert [pair.prefix.name for pair in pairs] == [f"x_{i}_of_3_text_document" for i in range(3)]
+    assert [document for pair in pairs for document in documents_of(pair.prefix)] == documents_of(whole.prefix)
+    assert max(pair.tokens for pair in pairs) < 0.5 * whole.tokens
+    for machine in range(3):
+        run(tmp_path / "many", *inputs, append_eod=True, partitions=3, partition=machine)
+    assert contents(tmp_path / "many") == contents(tmp_path)
+
+
+def test_every_partition_has_a_file(tmp_path: Path) -> None:
+    for i, size in enumerate((1, 1, 100_000, 1, 1)):
+        (tmp_path / f"{i}.txt").write_text("x" * size)
+    files = find_files([str(tmp_path)])
+    for count in range(1, 6):
+        parts = shares(files, count)
+        assert [path for part in parts for path in part] == files
+        assert len(parts) == count
+        assert all(parts)
+    with pytest.raises(UserError, match="--partitions 6: the input has 5 files"):
+        shares(files, 6)
+    with pytest.raises(UserError, match="--partition 3/3: partitions are numbered 0 to 2"):
+        run(tmp_path, *files, partitions=3, partition=3)
+
+
+def test_an_interrupted_run_of_partitions_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = small_shards(tmp_path, monkeypatch, 6)
+    run(tmp_path / "whole", *inputs, partitions=2)
+    stop_after(tmp_path, inputs, 2, partitions=2)
+    run(tmp_path, *inputs, partitions=2)
+    assert contents(tmp_path) == contents(tmp_path / "whole")
+    assert outputs(tmp_path) == outputs(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_text_that_the_tokenizer_does_not_take_is_skipped_by_its_line(tmp_path: Path, workers: int) -> None:
+    dna = TokenizerConfig(type="dna")
+    path = tmp_path / "a.fa"
+    path.write_text(">one\nACGT\nAC\n>protein\nMKV*\n>two\nNNA\n")
+    lines: list[str] = []
+    task = Preprocessing(tokenizer=dna, output_prefix=str(tmp_path / "out" / "x"), workers=workers)
+    (pair,) = preprocess([path], task, lines.append)
+    assert documents_of(pair.prefix) == [build_tokenizer(dna).encode(text) for text in ("ACGTAC", "NNA")]
+    assert any(line.startswith(f"skipped: {path}: line 4: ") for line in lines)
+    with pytest.raises(UserError, match=r"a\.fa: line 4: "):
+        preprocess([path], replace(task, strict=True), lines.append)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,18 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_essh import _index
-from megatron_essh.data.sampling import blending_index_reference, draw_order, sample_index_reference
+from megatron_essh.data import sampling
+from megatron_essh.data.sampling import (
+    blending_index_reference,
+    deal_by_size,
+    draw_all,
+    draw_blend,
+    draw_order,
+    exhaustive_index_reference,
+    sample_index_reference,
+    shuffle,
+    split_documents,
+)
 from megatron_essh.errors import UserError
 
 SIZES = np.array([5, 3, 7, 0, 4], np.int32)
@@ -57,10 +69,25 @@ def test_the_cpp_sample_index_is_its_numpy_definition(
         np.testing.assert_array_equal(build(lengths, documents, seq_length, epochs, sum(sizes)), expected)
 
 
-@settings(max_examples=100, deadline=None)
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+def test_the_sample_index_does_not_depend_on_threads_or_blocks(threads: int) -> None:
+    """Over more documents than one round of blocks holds, with empty and long ones across the borders."""
+    rng = np.random.default_rng(threads)
+    sizes = rng.integers(0, 40, 300_000).astype(np.int32)
+    sizes[rng.integers(0, len(sizes), 30)] = 100_000
+    sizes[131_072 - 50 : 131_072 + 50] = 0
+    documents = np.arange(len(sizes), dtype=np.int32)
+    documents[200_000:] = rng.permutation(documents[200_000:])
+    tokens = int(sizes.sum())
+    for seq_length in (1, 64, 4097, 3 * 10**6):
+        found = _index.build_sample_idx(sizes, documents, seq_length, 1, tokens, threads)
+        np.testing.assert_array_equal(found, sample_index_reference(sizes, documents, seq_length, 1, tokens))
+
+
+@settings(max_examples=200, deadline=None)
 @given(
-    weights=st.lists(st.sampled_from([0.1, 0.25, 0.5, 1.0]) | st.floats(0.01, 1.0), min_size=1, max_size=6),
-    size=st.integers(0, 60),
+    weights=st.lists(st.sampled_from([0.1, 0.25, 0.5, 1.0]) | st.floats(0.01, 1.0), min_size=1, max_size=40),
+    size=st.integers(0, 90),
 )
 def test_the_cpp_blend_is_its_numpy_definition(weights: list[float], size: int) -> None:
     shares = np.array(weights) / sum(weights)
@@ -71,6 +98,93 @@ def test_the_cpp_blend_is_its_numpy_definition(weights: list[float], size: int) 
     np.testing.assert_array_equal(position, expected_position)
     for d, share in enumerate(shares):
         assert abs(int((dataset == d).sum()) - share * size) <= len(weights)  # greedy: never far from its share
+
+
+@settings(max_examples=200, deadline=None)
+@given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=24))
+def test_the_cpp_exhaustive_blend_is_its_numpy_definition(sizes: list[int]) -> None:
+    dataset, position = draw_all(sizes)
+    expected_dataset, expected_position = exhaustive_index_reference(sizes)
+    np.testing.assert_array_equal(dataset, expected_dataset)
+    np.testing.assert_array_equal(position, expected_position)
+    for d, size in enumerate(sizes):  # every sample of every dataset exactly once, in order
+        assert position[dataset == d].tolist() == list(range(size))
+
+
+def test_the_exhaustive_blend_has_megatrons_values() -> None:
+    """Worked by hand from Megatron's loop: sizes 3, 1, 2 are weights 1/2, 1/6, 1/3."""
+    assert draw_all([3, 1, 2])[0].tolist() == [0, 2, 1, 0, 2, 0]
+
+
+def test_a_longer_blend_by_weights_begins_with_the_shorter() -> None:
+    weights = np.array([3.0, 1.0, 0.5, 7.0])
+    for short, long in zip(draw_blend(weights, 100), draw_blend(weights, 1000), strict=True):
+        np.testing.assert_array_equal(short, long[:100])
+
+
+@settings(max_examples=200, deadline=None)
+@given(tokens=st.lists(st.integers(1, 10**13), min_size=1, max_size=8), samples=st.integers(1, 10**6))
+def test_shares_by_size_add_up_and_are_never_a_sample_off(tokens: list[int], samples: int) -> None:
+    dealt = deal_by_size(tokens, samples)
+    assert sum(dealt) == samples
+    for share, held in zip(dealt, tokens, strict=True):
+        assert abs(share * sum(tokens) - samples * held) < sum(tokens)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    documents=st.integers(0, 10**9),
+    shares=st.lists(st.floats(0, 1000), min_size=1, max_size=4).filter(lambda s: sum(s) > 1e-3),
+)
+def test_a_split_puts_every_document_into_one_part(documents: int, shares: list[float]) -> None:
+    parts = split_documents(documents, shares)
+    assert [p[0] for p in parts] == [0, *(p[1] for p in parts[:-1])]
+    assert parts[-1][1] == documents
+    for (first, end), share in zip(parts[:-1], shares, strict=False):
+        assert abs((end - first) - documents * share / sum(shares)) <= 1.001
+    assert split_documents(1000, [969, 30, 1]) == [(0, 969), (969, 999), (999, 1000)]  # as Megatron's --split
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    counts=st.lists(st.integers(0, 3000), min_size=1, max_size=3),
+    seed=st.integers(0, 2**32 - 1),
+    dtype=st.sampled_from([np.int32, np.uint32, np.int64]),
+)
+def test_the_cpp_shuffle_is_numpys_and_leaves_its_generator_where_numpy_does(
+    counts: list[int], seed: int, dtype: type[np.integer[Any]]
+) -> None:
+    ours, numpys = np.random.RandomState(seed), np.random.RandomState(seed)
+    for count in counts:
+        mine, theirs = np.arange(count, dtype=dtype), np.arange(count, dtype=dtype)
+        shuffle(mine, ours)
+        numpys.shuffle(theirs)
+        np.testing.assert_array_equal(mine, theirs)
+    assert ours.randint(2**31) == numpys.randint(2**31)
+
+
+def test_the_shuffle_of_a_large_array_is_numpys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond 2**16 masks and blocks change; beyond LARGEST_SHUFFLE NumPy itself is asked."""
+    expected = np.arange(300_001, dtype=np.int32)
+    np.random.RandomState(197).shuffle(expected)
+    for largest in (2**32, 300_000):
+        monkeypatch.setattr(sampling, "LARGEST_SHUFFLE", largest)
+        found = np.arange(300_001, dtype=np.int32)
+        shuffle(found, np.random.RandomState(197))
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_bad_shuffle_input_raises() -> None:
+    words = np.array(np.random.RandomState(0).get_state()[1])
+    for array, state, used, error in (
+        (np.zeros(5), words, 0, TypeError),
+        (np.zeros((5, 1), np.int32), words, 0, ValueError),
+        (np.zeros(5, np.int32), words[:600], 0, ValueError),
+        (np.zeros(5, np.int32), words, 625, ValueError),
+        (np.zeros(5, np.int32), words, -1, ValueError),
+    ):
+        with pytest.raises(error):
+            _index.shuffle(array, state, used)
 
 
 def _unaligned() -> npt.NDArray[np.int32]:
@@ -116,6 +230,7 @@ def test_bad_blend_input_raises_and_never_writes_astray() -> None:
         (dataset, position, weights, 3, 5),
         (dataset, position, weights, 0, 5),
         (dataset, position, weights, 2, -1),
+        (dataset, position, np.array([0.5, np.nan]), 2, 5),
         (frozen, position, weights, 2, 5),
     ):
         with pytest.raises(ValueError, match=r".+"):
@@ -127,6 +242,18 @@ def test_bad_blend_input_raises_and_never_writes_astray() -> None:
     ):
         with pytest.raises(TypeError):
             _index.build_blending_indices(*arguments)
+
+
+def test_bad_exhaustive_blend_input_raises() -> None:
+    dataset, position = np.zeros(5, np.int16), np.zeros(5, np.int64)
+    for sizes, number, error in (
+        ([3, 3], 2, ValueError),
+        ([3, -1], 2, ValueError),
+        ([3], 2, ValueError),
+        ([2**62, 2**62], 2, OverflowError),
+    ):
+        with pytest.raises(error):
+            _index.build_exhaustive_blending_indices(dataset, position, np.array(sizes, np.int64), number)
 
 
 def test_other_threads_run_while_an_index_is_built() -> None:

@@ -5,16 +5,22 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import socket
 from pathlib import Path
+from typing import get_args
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_essh.config import TokenizerConfig
+from megatron_essh.config.components import TokenizerType
 from megatron_essh.data import Tokenizer, build_tokenizer
 from megatron_essh.data import tokenizers as tokenizers_module
+from megatron_essh.data.tokenizers import padded_vocab_size
+from megatron_essh.data.unigram_training import train_unigram
 from megatron_essh.errors import UserError
 
 TEXTS = [
@@ -27,6 +33,15 @@ TEXTS = [
     "x = 12345678  # comment's\r\n\tdon't WE'LL",
 ]
 PATTERNS = ("gpt2", "cl100k", "o200k", "llama3")
+
+
+@pytest.fixture(scope="module")
+def unigram_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sentencepiece model that our own command's library trained."""
+    folder = tmp_path_factory.mktemp("unigram")
+    (folder / "text.txt").write_text("\n".join([*TEXTS, "the theme, then the thesis\n" * 200]), encoding="utf-8")
+    train_unigram([folder / "text.txt"], 400, folder / "tokenizer.model")
+    return folder / "tokenizer.model"
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +59,151 @@ def test_any_text_comes_back(lossless: list[Tokenizer], text: str) -> None:
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
         assert all(0 <= i < tokenizer.vocab_size and i != tokenizer.eod for i in ids)
+
+
+@settings(max_examples=60, deadline=None)
+@given(texts=st.lists(st.text(max_size=30) | st.sampled_from(TEXTS) | st.just("a\ud800b"), max_size=6))
+def test_a_batch_holds_the_ids_of_its_texts(
+    lossless: list[Tokenizer], sentencepiece_file: Path, texts: list[str]
+) -> None:
+    sentencepiece = build_tokenizer(TokenizerConfig(type="sentencepiece", model=str(sentencepiece_file)))
+    for tokenizer in [*lossless, sentencepiece]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tokenizers_module, "_LONG_SPACE", 3)
+            ids, lengths = tokenizer.encode_batch(texts)
+        assert (ids.dtype, lengths.dtype) == (np.uint32, np.int64)
+        parts = np.split(ids, np.cumsum(lengths))
+        assert parts.pop().size == 0
+        assert [part.tolist() for part in parts] == [tokenizer.encode(text) for text in texts]
+
+
+@pytest.mark.slow
+def test_every_character_of_every_plane_comes_back(lossless: list[Tokenizer], unigram_file: Path) -> None:
+    """Assigned or not, control characters and non-characters included; U+2581 is sentencepiece's space."""
+    unigram = build_tokenizer(TokenizerConfig(type="sentencepiece", model=str(unigram_file)))
+    characters = [c for c in range(0x110000) if not 0xD800 <= c < 0xE000]
+    # All of them once, in an order that puts strangers side by side; and every one between two letters.
+    mixed = "".join(chr(characters[i * 40_009 % len(characters)]) for i in range(len(characters)))
+    assert len(set(mixed)) == len(characters) == 1_112_064
+    texts = [mixed[begin : begin + 4096] for begin in range(0, len(mixed), 4096)]
+    texts += ["".join(f"a{chr(c)}b" for c in range(begin, begin + 256)) for begin in range(0, 0x3000, 256)]
+    for tokenizer in [*lossless, unigram]:
+        ids, lengths = tokenizer.encode_batch(texts)
+        parts = np.split(ids, np.cumsum(lengths))[:-1]
+        for text, part in zip(texts, parts, strict=True):
+            expected = text.replace("\u2581", " ") if tokenizer is unigram else text
+            assert tokenizer.decode(part.tolist()) == expected
+        assert tokenizer.eod not in ids
+
+
+@settings(max_examples=150, deadline=None)
+@given(content=st.binary(max_size=40) | st.text(max_size=20).map(str.encode))
+def test_any_bytes_come_back_from_byte_level_tokenizers(lossless: list[Tokenizer], content: bytes) -> None:
+    for tokenizer in lossless:
+        ids = tokenizer.encode_bytes(content)
+        assert tokenizer.decode_bytes(ids) == content
+        assert tokenizer.decode(ids) == content.decode(errors="replace")
+        try:
+            assert ids == tokenizer.encode(content.decode())
+        except UnicodeDecodeError:
+            assert tokenizer.decode(ids).encode() != content
+
+
+def test_every_single_byte_comes_back(lossless: list[Tokenizer]) -> None:
+    for tokenizer in lossless:
+        for byte in range(256):
+            (token,) = tokenizer.encode_bytes(bytes([byte]))
+            assert tokenizer.decode_bytes([token]) == bytes([byte])
+
+
+def test_tokenizers_that_are_not_byte_level_say_so(
+    sentencepiece_file: Path, bpe_file: Path, tmp_path: Path, lossless: list[Tokenizer]
+) -> None:
+    prefixed = json.loads(bpe_file.read_text(encoding="utf-8"))["pre_tokenizer"] | {"add_prefix_space": True}
+    normalised = edited(bpe_file, tmp_path, normalizer={"type": "NFC"})
+    for kind, path in (
+        ("sentencepiece", str(sentencepiece_file)),
+        ("huggingface", normalised),
+        ("huggingface", edited(bpe_file, tmp_path, "prefixed.json", pre_tokenizer=prefixed)),
+    ):
+        tokenizer = build_tokenizer(TokenizerConfig(type=kind, model=path))
+        with pytest.raises(UserError, match="not byte-level has tokens for text alone; decode the bytes first"):
+            tokenizer.encode_bytes(b"a")
+        assert tokenizer.decode_bytes(tokenizer.encode("some text")).strip() == b"some text"
+    for tokenizer in lossless:
+        with pytest.raises(UserError, match="token id -1 stands for no token"):
+            tokenizer.decode_bytes([-1])
+
+
+def test_special_tokens_are_text_unless_asked_for(lossless: list[Tokenizer], sentencepiece_file: Path) -> None:
+    sentencepiece = build_tokenizer(TokenizerConfig(type="sentencepiece", model=str(sentencepiece_file)))
+    for tokenizer in [*lossless, sentencepiece]:
+        for name, token in tokenizer.special_tokens.items():
+            text = f"a{name}b"
+            assert token not in tokenizer.encode(text)
+            asked = tokenizer.encode(text, special_tokens=True)
+            assert asked == [*tokenizer.encode("a"), token, *tokenizer.encode("b")]
+            assert tokenizer.encode(name * 2, special_tokens=True) == [token, token]
+        assert tokenizer.encode("no such", special_tokens=True) == tokenizer.encode("no such")
+    counts = [len(tokenizer.special_tokens) for tokenizer in [*lossless, sentencepiece]]
+    assert counts == [1, 5, 2, 256, 0, 1, 2]
+
+
+def test_special_tokens_are_those_of_the_libraries(rank_file: Path, bpe_file: Path) -> None:
+    """What stands around a special token splits as the library itself splits it."""
+    import tokenizers
+
+    config = TokenizerConfig(type="tiktoken", model=str(rank_file), pattern="cl100k")
+    ours = build_tokenizer(config)
+    for text in ("the <|endoftext|>  the", "<|fim_prefix|>x <|fim_suffix|>\n\n<|fim_middle|>", " <|endoftext|> "):
+        theirs = ours._encoding.encode(text, allowed_special="all")  # type: ignore[attr-defined]
+        assert ours.encode(text, special_tokens=True) == theirs
+    library = tokenizers.Tokenizer.from_file(str(bpe_file))
+    text = "The quick <|endoftext|> brown fox<|endoftext|>"
+    bpe = build_tokenizer(TokenizerConfig(type="huggingface", model=str(bpe_file)))
+    assert bpe.encode(text, special_tokens=True) == library.encode(text).ids
+
+
+def test_a_document_cannot_end_itself_by_an_added_token_that_is_not_special(bpe_file: Path, tmp_path: Path) -> None:
+    content = json.loads(bpe_file.read_text(encoding="utf-8"))
+    for token in content["added_tokens"]:
+        token["special"] = False
+    path = edited(bpe_file, tmp_path, added_tokens=content["added_tokens"])
+    with pytest.raises(UserError, match=r"edited\.json: the text '<\|endoftext\|>' gives the end-of-document token"):
+        build_tokenizer(TokenizerConfig(type="huggingface", model=path))
+
+
+needs_dna = pytest.mark.skipif(
+    "dna" not in get_args(TokenizerType), reason="the configuration does not know the type dna"
+)
+
+
+@needs_dna
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(st.sampled_from("ACGTNRYSWKMBDHVacgtnryswkmbdhvUu \n\r\t"), max_size=60))
+def test_nucleotides_come_back_in_upper_case_without_white_space(text: str) -> None:
+    tokenizer = build_tokenizer(TokenizerConfig(type="dna"))
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == "".join(text.split()).upper().replace("U", "T")
+    assert all(0 <= i < 15 for i in ids)
+    batch, lengths = tokenizer.encode_batch([text, "acgt"])
+    assert (batch.tolist(), lengths.tolist()) == ([*ids, 0, 1, 2, 3], [len(ids), 4])
+
+
+@needs_dna
+def test_nucleotides_fit_the_dna_models_vocabulary_and_nothing_else_is_one() -> None:
+    tokenizer = build_tokenizer(TokenizerConfig(type="dna"))
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.decode([0, 15, 1])) == (16, 15, "AC")
+    for text, where in ((">chr1\nACGT", 0), ("AC-GT", 2), ("ACGTé", 4), ("AC漢", 2), ("MET?", 1)):
+        with pytest.raises(UserError, match=re.escape(f"{text[where]!r} at character {where} of ")):
+            tokenizer.encode(text)
+    with pytest.raises(UserError, match="that is not byte-level"):
+        tokenizer.encode_bytes(b"AC")
+
+
+def test_a_vocabulary_is_padded_to_the_next_multiple() -> None:
+    assert [padded_vocab_size(n) for n in (1, 127, 128, 129, 50_257, 128_256)] == [128, 128, 128, 256, 50_304, 128_256]
+    assert padded_vocab_size(257, 8) == 264
 
 
 def test_sentencepiece_gives_plain_text_back(sentencepiece_file: Path) -> None:
@@ -159,6 +319,16 @@ def test_gpt2_has_its_published_ids() -> None:
     assert tokenizer.encode("Hello world, it's 2026!") == [15496, 995, 11, 340, 338, 1160, 2075, 0]
 
 
+@pytest.mark.skipif("ESSH_LLAMA3_RANKS" not in os.environ, reason="ESSH_LLAMA3_RANKS names no Llama 3 rank file")
+def test_llama3_has_its_published_ids() -> None:
+    config = TokenizerConfig(type="tiktoken", model=os.environ["ESSH_LLAMA3_RANKS"], pattern="llama3")
+    tokenizer = build_tokenizer(config)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (128_256, 128_001)
+    prompt = "<|begin_of_text|>hello world!<|eot_id|>"
+    assert tokenizer.encode(prompt, special_tokens=True) == [128_000, 15_339, 1917, 0, 128_009]
+    assert max(tokenizer.encode(prompt)) < 128_000
+
+
 def test_the_fingerprint_is_of_type_pattern_and_content(rank_file: Path, bpe_file: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy.tiktoken"
     copy.write_bytes(rank_file.read_bytes())
@@ -176,9 +346,9 @@ def test_the_fingerprint_is_of_type_pattern_and_content(rank_file: Path, bpe_fil
     assert {len(p) for p in prints} == {64}
 
 
-def edited(bpe_file: Path, folder: Path, **changes: object) -> str:
+def edited(bpe_file: Path, folder: Path, name: str = "edited.json", **changes: object) -> str:
     content = json.loads(bpe_file.read_text(encoding="utf-8")) | changes
-    path = folder / "edited.json"
+    path = folder / name
     path.write_text(json.dumps(content), encoding="utf-8")
     return str(path)
 

@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 
+from megatron_essh.data import worker_pool
 from megatron_essh.data.worker_pool import map_in_order
 from megatron_essh.errors import UserError
 
@@ -45,18 +46,47 @@ def test_the_input_is_read_only_a_little_ahead(work: ModuleType) -> None:
             assert read <= taken + 8
 
 
+def test_large_items_are_read_no_further_ahead_than_their_bytes_allow(
+    work: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_pool, "_AHEAD_BYTES", 100)
+    read = 0
+
+    def items() -> Iterator[int]:
+        nonlocal read
+        for i in range(40):
+            read += 1
+            yield i
+
+    sizes = [60 if i % 2 else 250 for i in range(40)]
+    with closing(map_in_order(work.squarer, (0.0,), items(), 2, sizes.__getitem__)) as results:
+        for taken, (square, _) in enumerate(results):
+            assert square == taken**2
+            assert read <= taken + 3  # two of 60 bytes, or a large one
+    assert read == 40
+
+
 @pytest.mark.parametrize(
     ("how", "message"),
     [
         ("kill", "was killed by signal 9 .* fewer --workers"),
         ("kill in a result", "was killed by signal 9"),
         ("exit", "ended with status 3"),
+        ("crash", "was killed by signal 11"),
     ],
 )
 def test_a_worker_that_dies_ends_the_run_with_an_error(work: ModuleType, how: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         list(map_in_order(work.fail_at, (5, how), range(100), 2))
     assert active_children() == []
+
+
+def test_a_crash_shows_where_it_happened(work: ModuleType, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match="was killed by signal 11"):
+        list(map_in_order(work.fail_at, (5, "crash"), range(100), 2))
+    told = capfd.readouterr().err
+    assert "Segmentation fault" in told
+    assert "pool_work.py" in told
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -132,12 +132,38 @@ def test_a_run_killed_anywhere_leaves_no_worker_and_no_half_pair(corpus: Path) -
         if Path(f"{prefix}.idx").exists():  # the run was done: what took its name is whole
             assert IndexedDataset(prefix).documents == 12_000
         else:
-            assert all(name.endswith((".tmp", ".bin", ".json")) for name in outputs(corpus))
+            assert all(name.endswith((".tmp", ".bin", ".json", ".parts")) for name in outputs(corpus))
     done = subprocess.run(arguments(corpus, "--workers", "2"), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert outputs(corpus) == ["x_text_document.bin", "x_text_document.idx", "x_text_document.json"]
     dataset = IndexedDataset(prefix)
     assert (dataset.documents, dataset.tokens) == (12_000, 24_000_000)
+
+
+def test_two_machines_make_two_partitions(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for i in range(4):
+        (tmp_path / "in" / f"{i}.txt").write_text("abcd"[i])
+    for machine in ("0/2", "1/2"):
+        done = subprocess.run(arguments(tmp_path, "--partition", machine), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    found = [IndexedDataset(tmp_path / "out" / f"x_{i}_of_2_text_document").flat.tolist() for i in range(2)]
+    assert found == [[97, 98], [99, 100]]
+    for wrong, message in (("2/2", "numbered 0 to 1"), ("1", "expected I/N"), ("0/9", "the input has 4 files")):
+        done = subprocess.run(arguments(tmp_path, "--partition", wrong), capture_output=True, text=True)
+        assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+
+
+def test_an_unreadable_document_is_told_and_strict_refuses_it(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_text('{"text": "x"}\n{"text": 3}\n\n{"text": ""}\n')
+    done = subprocess.run(arguments(tmp_path), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"skipped: {tmp_path}/in/a.jsonl: line 2: text: expected text or a list of texts, got '3'" in done.stdout
+    assert "1 documents skipped" in done.stdout
+    assert "2 documents (1 empty), 1 tokens" in done.stdout
+    done = subprocess.run(arguments(tmp_path, "--strict"), capture_output=True, text=True)
+    assert (done.returncode, "a.jsonl: line 2: text" in done.stderr) == (2, True)
 
 
 def test_a_disk_that_fills_is_one_error_and_leaves_nothing(corpus: Path) -> None:
@@ -148,7 +174,7 @@ def test_a_disk_that_fills_is_one_error_and_leaves_nothing(corpus: Path) -> None
         arguments(corpus, "--workers", "1"), capture_output=True, text=True, preexec_fn=limit, timeout=60
     )
     assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {corpus}/out/x_text_document.bin: cannot be written: File too large")
+    assert done.stderr.startswith(f"error: {corpus}/out/x.parts/000000_text_document.bin: cannot be written: File too")
     assert done.stderr.count("\n") == 1
     assert outputs(corpus) == []
 
