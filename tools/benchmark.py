@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,10 @@ from megatron_essh.benchmarks.timing import device_name
 from megatron_essh.benchmarks.training import Case, Schedule, make_case, measure_training, ratios, with_batches
 from megatron_essh.config import RunConfig, load_config
 from megatron_essh.config.command_line import ConfigParser, add_config_arguments
-from megatron_essh.device import pick_device
 from megatron_essh.errors import UserError, run_command
 from megatron_essh.files import write_atomically
+from megatron_essh.parallel.mesh import Mesh
+from megatron_essh.parallel.processes import open_mesh
 
 LONG_PROMPT = 131_072
 """Tokens that a GPU's prefill is measured on."""
@@ -53,25 +55,35 @@ def main() -> None:
         value = getattr(args, name)
         if value is not None and value < least:
             raise UserError(f"--{name.replace('_', '-')} {value}: at least {least}")
-    config = with_batches(load_config(args.config, args.overrides), args.micro_batch, args.accumulation)
-    device = pick_device(config.training.device, "training.device:")
+    config = load_config(args.config, args.overrides)
     if config.training.threads is not None:
         torch.set_num_threads(config.training.threads)
+    with open_mesh(config.parallel, config.training.device) as mesh:
+        if mesh.world > 1 and args.what != "train":
+            raise UserError(f"{args.what}: measures one device; of {mesh.world} processes, `train` alone does")
+        _measure(args, with_batches(config, args.micro_batch, args.accumulation, mesh.dp), mesh)
+
+
+def _measure(args: argparse.Namespace, config: RunConfig, mesh: Mesh) -> None:
+    device = mesh.device
     schedule = _schedule(args, device)
     cases = _cases(args, config, device) if args.what in ("all", "train") else []
 
-    where = f"{device_name(device)}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    devices = device_name(device) if mesh.world == 1 else f"{mesh.world} x {device_name(device)}"
+    where = f"{devices}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     title = f"{args.config.name} on {where}"
-    console = Console()
+    console = Console(quiet=not mesh.is_first)
     scans = measure_scan(config, device, args.warmup, args.repeats) if args.what in ("all", "scan") else []
     if scans:
         console.print(_scan_table(title, scans))
     trained: list[dict[str, Any]] = []
     for case in cases:
-        _announce(case, schedule)
-        trained.append(
-            measure_training(case, device, schedule, parts=args.parts, say=lambda line: print(line, flush=True))
-        )
+        if mesh.is_first:
+            _announce(case, schedule)
+        say = partial(print, flush=True) if mesh.is_first else _say_nothing
+        trained.append(measure_training(case, mesh, schedule, parts=args.parts, say=say))
+    if not mesh.is_first:
+        return
     if trained:
         console.print(_training_table(title, trained))
         if all(row["peak_tflops"] is None for row in trained):
@@ -102,6 +114,10 @@ def main() -> None:
         }
         write_atomically(args.json, json.dumps(content, indent=1).encode())
         print(f"figures: {args.json}")
+
+
+def _say_nothing(line: str) -> None:
+    """Of several processes, the first one speaks."""
 
 
 def _parser() -> ConfigParser:
@@ -199,7 +215,8 @@ def _announce(case: Case, schedule: Schedule) -> None:
     slots = "" if case.capacity != "elastic" else f" (slots of {case.config.elastic.slot_sequences})"
     print(
         f"{case.model} {case.capacity}: {case.parameters:,} parameters, {training.precision}, "
-        f"{'compiled blocks' if case.compiled else 'no compilation'}; steps of {training.global_batch // training.micro_batch} x "
+        f"{'compiled blocks' if case.compiled else 'no compilation'}; "
+        f"steps of {training.global_batch // training.micro_batch} x "
         f"{training.micro_batch} sequences of {length}{slots}; "
         f"measures {schedule.first}-{schedule.last} of {schedule.steps} steps, {schedule.repeats} times",
         flush=True,

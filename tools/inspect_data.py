@@ -61,6 +61,8 @@ def main() -> int:
 
 def _inspect(prefix: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     pair = IndexedDataset(prefix)
+    if not arguments.verify:  # which says what differs
+        tokenizer_of(pair)
     statistics = measure(pair)
     sidecar = read_sidecar(prefix)
     record = {**asdict(statistics), "fingerprint": pair.fingerprint, "sidecar": sidecar, "faults": []}

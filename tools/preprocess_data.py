@@ -92,7 +92,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="vocabulary with its padding (the tokenizer's); under 65,500 entries tokens take 16 bits",
     )
-    add("--append-eod", action="store_true", help="put the end-of-document token after every document")
+    add(
+        "--append-eod", action="store_true", help="put the end-of-document token after every document that is not empty"
+    )
     add(
         "--validation-every",
         type=int,

@@ -29,7 +29,7 @@ def main() -> None:
         files,
         arguments.vocab_size,
         Path(arguments.output),
-        key=arguments.json_key,
+        key=arguments.json_keys,
         encoding_errors=arguments.encoding_errors,
     )
     if entries < arguments.vocab_size:
@@ -49,7 +49,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--vocab-size", type=int, required=True, metavar="N", help="entries, 257 to 10000000; unigram 260 to 1000000")
     add("--output", required=True, metavar="FILE", help="the tokenizer.json, or for unigram the .model, to write")
     add("--type", default="bpe", choices=["bpe", "unigram"], help="a byte-level BPE, or a unigram model (bpe)")
-    add("--json-key", default="text", metavar="KEY", help="key of a JSON line's text (text)")
+    add(
+        "--json-keys",
+        default="text",
+        metavar="KEY",
+        help="key of a JSON line's or column of a Parquet file's text (text)",
+    )
     return parser
 
 

@@ -19,6 +19,7 @@ from megatron_essh.elastic.capacity import Capacity
 from megatron_essh.errors import UserError
 from megatron_essh.model.accounting import ParameterCounts, TokenFlops, parameter_counts
 from megatron_essh.model.attention import rotary_table, rotate
+from megatron_essh.model.partition import Whole
 from megatron_essh.model.prefix import GradientScale
 
 UNIT_MULTIPLE = 64
@@ -167,6 +168,7 @@ class Transformer(nn.Module):
     def __init__(self, config: TransformerConfig, *, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.config = config
+        self.partition = Whole()
         self.embedding = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.d_model), freeze=False)
         self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.n_layers))
         self.final_norm = nn.RMSNorm(config.d_model, eps=config.eps)

@@ -36,6 +36,8 @@ from megatron_essh.elastic.plan import FULL, pretraining_plan
 from megatron_essh.errors import UserError
 from megatron_essh.model.accounting import flops_per_token, parameter_counts
 from megatron_essh.model.language_model import LanguageModel
+from megatron_essh.parallel.mesh import Mesh
+from megatron_essh.training import engine as engines
 from megatron_essh.training.engine import NativeEngine
 
 ModelName = Literal["essh", "transformer_pp"]
@@ -125,11 +127,14 @@ def make_case(config: RunConfig, model: ModelName, capacity: str, *, compiled: b
     return Case(model, capacity, config, compiled)
 
 
-def with_batches(config: RunConfig, micro_batch: int | None, accumulation: int | None) -> RunConfig:
-    """`config` with steps of `accumulation` micro-batches of `micro_batch` sequences; None leaves the config's."""
+def with_batches(
+    config: RunConfig, micro_batch: int | None, accumulation: int | None, replicas: int = 1
+) -> RunConfig:  # fmt: skip
+    """`config` with steps of `accumulation` micro-batches of `micro_batch` sequences on each of `replicas`; None leaves
+    the config's."""
     training = config.training
     micro = micro_batch or training.micro_batch
-    count = accumulation or max(1, training.global_batch // micro)
+    count = accumulation * replicas if accumulation else max(1, training.global_batch // micro)
     if (micro, micro * count) == (training.micro_batch, training.global_batch):
         return config
     slot = config.elastic.slot_sequences
@@ -178,9 +183,17 @@ class PlainEngine(NativeEngine):
         return full_loss(self.model, self.config, inputs, labels, documents, None, grad_scale=grad_scale)
 
 
-def build_engine(case: Case, device: torch.device) -> NativeEngine:
-    """The case's engine over a freshly drawn model."""
+def build_engine(case: Case, place: Mesh | torch.device) -> NativeEngine:
+    """The case's engine over a freshly drawn model, on one device or on a mesh.
+
+    Raises:
+        UserError: a Transformer++ on a mesh that would cut it.
+    """
+    mesh = place if isinstance(place, Mesh) else Mesh.single(place)
+    if case.model == "transformer_pp" and mesh.tp > 1:
+        raise UserError(f"parallel.tensor {mesh.tp}: the Transformer++ is not cut; set parallel.tensor=1")
     torch.manual_seed(case.config.training.seed)
+    device = mesh.device
     with device:
         model: nn.Module
         if case.model == "transformer_pp":
@@ -190,28 +203,34 @@ def build_engine(case: Case, device: torch.device) -> NativeEngine:
     if case.compiled:
         for block in cast(list[nn.Module], model.blocks):
             block.compile()
-    engine = PlainEngine if case.model == "transformer_pp" else NativeEngine
     # The engine and the loss ask of a model what both of them have: hidden, head_weight and named parameters.
-    return engine(cast(LanguageModel, model), case.config, "pretrain", device, eod=0)
+    trained = cast(LanguageModel, model)
+    if case.model == "transformer_pp":
+        return PlainEngine(trained, case.config, "pretrain", mesh, eod=0)
+    return engines.build_engine(trained, case.config, "pretrain", mesh, eod=0)
 
 
 def measure_training(
-    case: Case, device: torch.device, schedule: Schedule, *, parts: bool, say: Callable[[str], None]
+    case: Case, place: Mesh | torch.device, schedule: Schedule, *, parts: bool, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Time the case's steps: the median over the runs of the mean over a run's measured steps.
 
     Args:
-        parts: also time the step's parts, after it (full capacity only).
+        place: a device, or a mesh, all of whose ranks call this.
+        parts: also time the step's parts, after it (full capacity on one device only).
         say: is given progress lines.
     """
     config = case.config
-    engine = build_engine(case, device)
-    shape = (config.training.global_batch, config.data.sequence_length + 1)
+    mesh = place if isinstance(place, Mesh) else Mesh.single(place)
+    device = mesh.device
+    engine = build_engine(case, mesh)
+    _meet_every_capacity(engine)
     reset_peak_memory(device)
     runs: list[list[float]] = []
     for run in range(schedule.repeats):
         times = []
         for step in range(schedule.steps):
+            shape = (len(engine.rows(step)), config.data.sequence_length + 1)
             tokens = torch.randint(0, config.model.vocab_size, shape)
             times.append(milliseconds(partial(engine.train_step, step, tokens), device))
         runs.append(times)
@@ -223,6 +242,7 @@ def measure_training(
     work = token_work(case, schedule)
     rate = case.tokens / step_ms * 1e3 / 1e12  # tokens a second, per TFLOP
     peak = peak_tflops(device_name(device), config.training.precision)
+    full = case.capacity == "full"
     figures = {
         "model": case.model,
         "capacity": case.capacity,
@@ -240,15 +260,30 @@ def measure_training(
         "tflops_attention": work.attention * rate,
         "tflops_scan": work.scan * rate,
         "peak_tflops": peak,
-        "mfu": None if peak is None else work.total * rate / peak,
+        "mfu": None if peak is None else work.total * rate / (peak * mesh.world),
+        "layout": {"tp": mesh.tp, "dp": mesh.dp, **asdict(config.parallel)},
         "peak_mib": peak_mib,
-        "parts": measure_parts(engine, step_ms, compiled=case.compiled) if parts and case.capacity == "full" else [],
+        "parts": measure_parts(engine, step_ms, compiled=case.compiled) if parts and full and mesh.world == 1 else [],
     }
     del engine
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return figures
+
+
+def _meet_every_capacity(engine: NativeEngine) -> None:
+    """Run every capacity's pass until it is recorded, as a long run has done after its first steps."""
+    config = engine.config
+    if engine.device.type != "cuda" or not config.elastic.enabled:
+        return
+    shape = (config.elastic.slot_sequences, config.data.sequence_length + 1)
+    tokens = torch.randint(0, config.model.vocab_size, shape)
+    for budget in engine.capacities:
+        if budget < config.elastic.budget_denominator:  # the plan calls the others full
+            for _ in range(2):  # a slot may be one micro-batch, and the second pass is the one that is recorded
+                engine.forward_backward(tokens, [budget] * engine.mesh.dp)
+    engine.optimizer.zero_grad(set_to_none=False)
 
 
 def ratios(figures: list[dict[str, Any]]) -> dict[str, float]:

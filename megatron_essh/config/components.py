@@ -96,7 +96,7 @@ class TokenizerConfig:
     """Which tokenizer made the ids."""
 
     type: TokenizerType
-    """byte, dna (characters), tiktoken (a rank file), sentencepiece (a .model file) or huggingface (a tokenizer.json)."""
+    """byte, dna (characters), tiktoken (rank file), sentencepiece (.model file) or huggingface (tokenizer.json)."""
     model: str | None = None
     """Path of the tokenizer's file; none for `byte` and `dna`."""
     pattern: Literal["gpt2", "cl100k", "o200k", "llama3"] = "gpt2"
@@ -239,8 +239,8 @@ class TrainingConfig:
     recompute: Recompute = "none"
     """What the backward pass computes anew to save memory: feed-forward layers (`selective`) or whole blocks."""
     capture: bool = True
-    """On a GPU, record each capacity's pass once as a CUDA graph and replay it: the device never waits for Python. Passes
-    that are cut at documents (data.document_mask) run as they are."""
+    """On a GPU, record each capacity's pass once as a CUDA graph and replay it: the device never waits for Python. Not
+    done where passes are cut at documents (data.document_mask), nor under DeepSpeed's ZeRO."""
     validate_every: int = 500
     """Steps between validations; 0 never validates."""
     validation_batches: int = 16
@@ -335,10 +335,22 @@ class ParallelConfig:
     """Norms and the residual stream hold only their share of a sequence's positions on each of the `tensor` ranks."""
     timeout_seconds: int = 600
     """Longest wait for another rank in an exchange; more than the longest save. A dead rank is noticed at once."""
+    engine: Literal["native", "deepspeed"] = "native"
+    """native: every replica holds all of optimizer and gradients. deepspeed: DeepSpeed's ZeRO deals them out."""
+    zero_stage: int = 1
+    """What DeepSpeed deals out over the replicas: 1 the optimizer, 2 gradients too, 3 the weights too, 0 nothing. Means
+    nothing to the native engine."""
+    deepspeed_config: str | None = None
+    """JSON file of DeepSpeed's settings; null takes configs/deepspeed/zero<zero_stage>.json."""
 
     def __post_init__(self) -> None:
         for name in ("tensor", "timeout_seconds"):
             _require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+        _require(0 <= self.zero_stage <= 3, f"zero_stage must lie in 0 to 3, got {self.zero_stage}")
+        _require(
+            self.engine == "deepspeed" or self.deepspeed_config is None,
+            f"deepspeed_config is {self.deepspeed_config}, and engine is native; set engine: deepspeed",
+        )
         _require(
             not self.sequence_parallel or self.tensor > 1,
             "sequence_parallel is true, and tensor is 1: there are no ranks to share the positions; set "

@@ -44,7 +44,7 @@ def train_bpe(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    with TokenizerFile(output, "tokenizer.json") as file:
+    with TokenizerFile(output, "tokenizer.json", files) as file:
         tokenizer.train_from_iterator(training_texts(files, key, encoding_errors), trainer)
         file.publish(tokenizer.to_str(pretty=True).encode())
     return tokenizer.get_vocab_size()

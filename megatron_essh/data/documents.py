@@ -8,11 +8,12 @@ from __future__ import annotations
 import glob
 import io
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_essh.data import parquet
 from megatron_essh.data.readers import Format, InputFile, format_of
@@ -62,20 +63,22 @@ class Skipped:
 def find_files(inputs: Sequence[str]) -> list[Path]:
     """The files that `inputs` name, in natural order (`part_2` before `part_10`).
 
-    An input is a file, a folder (every file below it but hidden ones) or a glob (`**` goes through folders).
+    An input is a file, a folder (every file below it but hidden ones) or a glob (`**` goes through folders). Links to
+    folders are followed.
 
     Raises:
-        UserError: an input names nothing, or two name the same file.
+        UserError: an input names nothing, or two name the same file; a folder cannot be listed, or holds what is
+            neither file nor folder, such as a link to nothing: it is unknown what would be missing.
     """
     found: list[Path] = []
     for given in inputs:
         path = Path(given)
         if path.is_dir():
-            here = [p for p in path.rglob("*") if p.is_file() and not _hidden(p.relative_to(path))]
+            here = [_existing(p) for p in files_below(path)]
         elif path.is_file():
             here = [path]
         else:
-            here = [Path(p) for p in glob.glob(given, recursive=True) if Path(p).is_file()]
+            here = [_existing(p) for p in matches(given) if not p.is_dir()]
         if not here:
             raise UserError(f"--input {given}: no file there; name files, folders or globs")
         found += here
@@ -86,6 +89,51 @@ def find_files(inputs: Sequence[str]) -> list[Path]:
         if first is not path:
             raise UserError(f"--input: {path} and {first} are the same file; name it once")
     return found
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """All that is no folder below `folder`, through links too, but what is hidden.
+
+    Raises:
+        UserError: a folder cannot be listed, or is reached twice.
+    """
+    seen: dict[Path, str] = {}
+    for here, folders, files in os.walk(folder, onerror=_cannot_list, followlinks=True):
+        first = seen.setdefault(Path(here).resolve(), here)
+        if first is not here:
+            raise UserError(f"{here} and {first} are the same folder; remove the link, or name the files by a glob")
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(here, name) for name in files if not name.startswith("."))
+
+
+def matches(pattern: str) -> list[Path]:
+    """What a glob names (`**` goes through folders).
+
+    Raises:
+        UserError: a folder that it looks into cannot be listed, which `glob` by itself takes for an empty one.
+    """
+    parts = (".", *Path(pattern).parts)
+    for i in range(1, len(parts) + 1):
+        if parts[i - 1] == "**" or glob.has_magic("".join(parts[i : i + 1])):
+            for folder in glob.glob(os.path.join(*parts[:i], ""), recursive=True):
+                try:
+                    os.scandir(folder).close()
+                except OSError as error:
+                    _cannot_list(error)
+    return [Path(name) for name in glob.glob(pattern, recursive=True)]
+
+
+def _cannot_list(error: OSError) -> NoReturn:
+    raise UserError(
+        f"{error.filename}: cannot be listed: {error.strerror}; change its permissions, or leave it out"
+    ) from None
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        what = "a link to nothing" if path.is_symlink() else "neither a file nor a folder"
+        raise UserError(f"--input: {path}: {what}; remove it, or name the files apart from it")
+    return path
 
 
 def natural_key(name: str) -> list[tuple[int, int, str]]:
@@ -361,7 +409,7 @@ def _parse(line: str, keys: Sequence[str], where: str) -> list[list[str]]:
         value = content[key]
         sequences = value if isinstance(value, list) else [value]
         if not all(isinstance(text, str) for text in sequences):
-            raise UserError(f"{where}: {key}: expected text or a list of texts, got {str(value)[:60]!r}")
+            raise UserError(f"{where}: {key}: expected text or a list of texts, got {json.dumps(value)[:60]}")
         document.append(sequences)
     return document
 
@@ -371,7 +419,3 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)

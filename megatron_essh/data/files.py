@@ -19,8 +19,8 @@ class StagedFile:
     """A file that exists as `<path>.tmp` until `publish` gives it its name.
 
     Raises:
-        UserError: the folder cannot be made or written, the disk is full, or another run writes the same
-            path.
+        UserError: the folder cannot be made or written, the disk is full, another run writes the same path, or a
+            folder has that name.
     """
 
     def __init__(self, path: Path) -> None:
@@ -28,6 +28,8 @@ class StagedFile:
         self.staged = path.with_name(path.name + ".tmp")
         self.bytes = 0
         self._descriptor: int | None = None
+        if path.is_dir():
+            raise UserError(f"{path}: a folder has this name; remove it or choose another output")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = _open_locked(self.staged)

@@ -6,7 +6,6 @@ Tokens go from file to file inside the kernel, and nothing is held in memory but
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ import numpy as np
 
 from megatron_essh.data.index_format import index_bytes
 from megatron_essh.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megatron_essh.data.sidecar import read_sidecar, sidecar_path
+from megatron_essh.data.sidecar import json_bytes, read_sidecar, sidecar_path
 from megatron_essh.errors import UserError
 
 _REPORT_SECONDS = 5.0
@@ -65,10 +64,11 @@ def merge_pairs(
 
     Raises:
         UserError: a part cannot be read or is not whole; parts differ in token type or tokenizer; a part is the
-            output; the disk has too little room, or cannot be written.
+            output, or the validation pair of another; the disk has too little room, or cannot be written.
     """
     start = time.monotonic()
     _refuse_output_among_parts(prefixes, output)
+    _refuse_validation_among_parts(prefixes)
     parts = [_examine(prefix) for prefix in prefixes]
     dtype = _common_dtype(parts, widen)
     sidecar = _common_sidecar(parts, assume_tokenizer)
@@ -96,7 +96,7 @@ def merge_pairs(
                 "data_fingerprint": writer.fingerprint,
                 "parts": [part.record() for part in parts],
             }
-            writer.describe_with((json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
+            writer.describe_with(json_bytes(content))
         written = index_bytes(writer.sequences, writer.documents + 1) + needed
         writer.publish()
     finally:
@@ -159,6 +159,18 @@ def _state(prefix: Path) -> list[tuple[int, int, int]]:
     """By which a pair that was written to or replaced is told from what it was."""
     states = [os.stat(f"{prefix}{suffix}") for suffix in (".idx", ".bin")]
     return [(state.st_ino, state.st_size, state.st_mtime_ns) for state in states]
+
+
+def _refuse_validation_among_parts(prefixes: Sequence[Path]) -> None:
+    """A folder that preprocessing wrote holds both: together they would be trained on what they are validated on."""
+    there = {str(prefix) for prefix in prefixes}
+    for prefix in sorted(there):
+        training = prefix.removesuffix("_validation") + "_document"
+        if prefix.endswith("_validation") and training in there:
+            raise UserError(
+                f"{prefix}: the validation pair of {training}, among the inputs with it; merge them apart, say with "
+                "the globs '*_document.idx' and '*_validation.idx'"
+            )
 
 
 def _refuse_output_among_parts(prefixes: Sequence[Path], output: Path) -> None:

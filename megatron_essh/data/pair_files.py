@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from megatron_essh.data.documents import natural_key
+from megatron_essh.data.documents import files_below, matches, natural_key
 from megatron_essh.errors import UserError
 
 _SUFFIXES = (".bin", ".idx")
@@ -21,11 +20,11 @@ def find_pairs(inputs: Sequence[str], output: Path | None = None) -> list[Path]:
     that the command is about to write, is what its own killed run left, and is passed over.
 
     Raises:
-        UserError: an input names no pair, or half of one, or two name the same.
+        UserError: an input names no pair, or half of one, or two name the same; a folder cannot be listed.
     """
     found: list[Path] = []
     for given in inputs:
-        here = _prefixes([Path(given)]) or _prefixes(map(Path, glob.glob(given, recursive=True)))
+        here = _prefixes([Path(given)]) or _prefixes(matches(given))
         if not here:
             raise UserError(f"{given}: no pair .bin and .idx there; name prefixes, folders or globs of pairs")
         found += here
@@ -49,8 +48,8 @@ def _prefixes(paths: Iterable[Path]) -> list[Path]:
     found: dict[Path, None] = {}
     for path in paths:
         if path.is_dir():
-            for entry in path.rglob("*"):
-                if entry.suffix in _SUFFIXES and not any(p.startswith(".") for p in entry.relative_to(path).parts):
+            for entry in files_below(path):
+                if entry.suffix in _SUFFIXES:
                     found[entry.with_suffix("")] = None
         elif path.suffix in _SUFFIXES and path.is_file():
             found[path.with_suffix("")] = None

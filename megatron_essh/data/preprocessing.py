@@ -7,6 +7,7 @@ does not make again; at the end the parts are joined.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing
@@ -28,6 +29,7 @@ from megatron_essh.errors import UserError
 
 _SHARD_BYTES = 256 << 20  # of input files that make one part; a larger file is one by itself
 _LOG_SECONDS = 60
+_MOST_WORKERS = 4096
 
 _Results = Generator[EncodedBatch | list[InputRecord], None, None]
 
@@ -77,6 +79,8 @@ class Preprocessing:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UserError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
+        if self.workers > _MOST_WORKERS:
+            raise UserError(f"--workers {self.workers}: must be at most {_MOST_WORKERS}; one a core is enough")
         if self.max_document_mb > 2047:  # 2^31 tokens, the most that the format can hold in a sequence
             raise UserError(f"--max-document-mb {self.max_document_mb}: must be at most 2047")
         if self.partition is not None and not 0 <= self.partition < self.partitions:
@@ -116,8 +120,8 @@ def preprocess(files: list[Path], task: Preprocessing, report: Callable[[str], N
 
     Raises:
         UserError: unreadable input (with file and line), a vocabulary that is too small, an output that
-            cannot be written, an earlier validation pair that this run would leave standing, parts of another
-            command, a worker that died, or nothing to write.
+            cannot be written or is an input, an earlier validation pair that this run would leave standing, parts
+            of another command, a worker that died or could not be started, or nothing to write.
         RuntimeError: another exception in a worker, with its traceback.
     """
     check_readable(files)
@@ -138,6 +142,7 @@ def preprocess(files: list[Path], task: Preprocessing, report: Callable[[str], N
     with ExitStack() as stack:
         runs = []
         for share, prefix in _shares(files, task):
+            _refuse_own_output(files, prefix, task)
             runs.append(_Run(task, share, prefix, dtype, tokenizer, vocab_size))
             stack.callback(runs[-1].leave, report)
         work = Work(
@@ -348,6 +353,19 @@ def _shares(files: list[Path], task: Preprocessing) -> list[tuple[list[Path], st
         for i, share in enumerate(shares(files, task.partitions))
     ]
     return named if task.partition is None else [named[task.partition]]
+
+
+def _refuse_own_output(files: list[Path], prefix: str, task: Preprocessing) -> None:
+    """What this run writes, or a killed one left, must not be read as text and then be written over."""
+    pairs = [str(Path(f"{prefix}_{key}_{split}").resolve()) for key in task.keys for split in task.splits]
+    own = re.compile(rf"(?:{'|'.join(map(re.escape, pairs))})\.(?:bin|idx|json|.*\.tmp)")
+    parts = Path(f"{prefix}.parts").resolve()
+    for path in files:
+        if own.fullmatch(str(path.resolve())) or parts in path.resolve().parents:
+            raise UserError(
+                f"--input: {path}: is an output of this command; choose an --output-prefix in another folder, or name "
+                "the text by a glob"
+            )
 
 
 def _refuse_earlier_validation(prefix: str, keys: tuple[str, ...]) -> None:

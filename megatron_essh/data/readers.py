@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from megatron_essh.data.index_format import MAGIC
 from megatron_essh.errors import UserError
 
 _SUFFIXES = {
@@ -50,16 +51,30 @@ def check_readable(files: Iterable[Path]) -> None:
     """Hold the files to formats that can be read here.
 
     Raises:
-        UserError: a package that a file needs is missing, or a Parquet file is compressed as a whole.
+        UserError: a package that a file needs is missing, a Parquet file is compressed as a whole, or a file is the
+            index of a token pair, which stands in a folder that should hold text.
     """
     for path in files:
         compressed = path.suffix.lower()
+        if compressed == ".idx" and _begins_with(path, MAGIC):
+            raise UserError(
+                f"--input: {path}: the index of a token pair, and no text; keep pairs in another folder, or name the "
+                "text by a glob"
+            )
         if format_of(path) is Format.PARQUET:
             if compressed in _COMPRESSED:
                 raise UserError(f"{path}: a Parquet file that is compressed as a whole; unpack it")
             load_package("pyarrow", path)
         elif compressed == ".zst":
             load_package("zstandard", path)
+
+
+def _begins_with(path: Path, magic: bytes) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(magic)) == magic
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 def load_package(name: str, path: Path, module: str | None = None) -> Any:

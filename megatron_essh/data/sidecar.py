@@ -56,7 +56,12 @@ def sidecar_bytes(content: Mapping[str, Any]) -> bytes:
     known = f"a sidecar holds {sorted(_TYPES)} and perhaps {sorted(_OF_PREPROCESSING)}, got {sorted(content)}"
     assert set(_TYPES) <= set(content), known
     assert extra <= set(_OF_PREPROCESSING), known
-    return (json.dumps(dict(content), indent=2, ensure_ascii=False) + "\n").encode()
+    return json_bytes(content)
+
+
+def json_bytes(content: Mapping[str, Any]) -> bytes:
+    """`content` as indented JSON. A file name that is not UTF-8 is written as the escapes that JSON reads back."""
+    return (json.dumps(dict(content), indent=2, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
 
 
 def read_sidecar(prefix: str | Path) -> dict[str, Any] | None:

@@ -7,13 +7,19 @@ from pathlib import Path
 
 from megatron_essh.data.documents import batches, read_batch
 from megatron_essh.data.files import StagedFile
+from megatron_essh.data.readers import check_readable
 from megatron_essh.data.tokenizers import valid_text
 from megatron_essh.errors import UserError
 from megatron_essh.files import sync_folder
 
 
 def training_texts(files: Sequence[Path], key: str, encoding_errors: str) -> Iterator[str]:
-    """Every text of `files`, in order, as preprocessing reads it."""
+    """Every text of `files`, in order, as preprocessing reads it.
+
+    Raises:
+        UserError: a file that preprocessing would refuse, or a document that it would skip.
+    """
+    check_readable(files)
     for batch in batches(files, (key,)):
         for document in read_batch(batch, (key,), encoding_errors):
             yield from map(valid_text, document[0])
@@ -23,10 +29,12 @@ class TokenizerFile:
     """The output of a training, claimed before the work begins and written whole or not at all.
 
     Raises:
-        UserError: it is a folder, or cannot be written.
+        UserError: it is a folder or one of `files`, the text, or cannot be written.
     """
 
-    def __init__(self, output: Path, name: str) -> None:
+    def __init__(self, output: Path, name: str, files: Sequence[Path]) -> None:
+        if any(path.resolve() == output.resolve() for path in files):
+            raise UserError(f"--output {output}: is an input, which writing would replace; name another file")
         if output.is_dir():
             raise UserError(f"--output {output}: a folder; name the file, say {output / name}")
         self._staged = StagedFile(output)

@@ -41,7 +41,7 @@ def train_unigram(
     """
     check_vocabulary(vocab_size, SMALLEST_VOCABULARY, LARGEST_VOCABULARY, "every byte, and four more")
     model = io.BytesIO()
-    with TokenizerFile(output, "tokenizer.model") as file:
+    with TokenizerFile(output, "tokenizer.model", files) as file:
         lines = _Lines(files, key, encoding_errors)
         try:
             sentencepiece.SentencePieceTrainer.train(

@@ -13,6 +13,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
@@ -46,7 +47,7 @@ def map_in_order(
         size_of: bytes of an item.
 
     Raises:
-        UserError: raised by the function, in the items' order; or a worker died.
+        UserError: raised by the function, in the items' order; or a worker died or could not be started.
         RuntimeError: any other exception in a worker, with its traceback.
     """
     if workers == 1:
@@ -54,8 +55,15 @@ def map_in_order(
         for item in items:
             yield function(item)
         return
-    pool = [_start(setup, arguments) for _ in range(workers)]
+    pool: list[_Worker] = []
     try:
+        for number in range(workers):
+            try:
+                pool.append(_start(setup, arguments))
+            except OSError as error:
+                raise UserError(
+                    f"--workers {workers}: number {number + 1} cannot be started: {error.strerror or error}; use fewer"
+                ) from None
         yield from _run(pool, iter(items), size_of)
     finally:
         for worker in pool:
@@ -84,7 +92,14 @@ def _start(setup: Callable[..., Any], arguments: tuple[Any, ...]) -> _Worker:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(setup, arguments, theirs), daemon=True)
-    process.start()
+    # Ctrl-C reaches the workers too, which would each print a traceback while they still import what they need: they
+    # inherit that it is held back. We get ours a moment later. (Starting the tracker lets the signal through.)
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     theirs.close()
     return _Worker(process, ours)
 

@@ -57,6 +57,7 @@ def full_loss(
         labels_BT.flatten(),
         chunk=config.training.loss_chunk,
         grad_scale=grad_scale,
+        vocabulary=model.partition.vocabulary,
     )
     return MicroLoss(ce, ce.detach())
 
@@ -81,7 +82,14 @@ def reduced_loss(
         weight = elastic.reduced_ce_weight
         # A gradient made on the way forward does not see the product below.
         scale = None if grad_scale is None else weight * grad_scale
-        ce = cross_entropy(hidden, model.head_weight, labels, chunk=chunk, grad_scale=scale)
+        ce = cross_entropy(
+            hidden,
+            model.head_weight,
+            labels,
+            chunk=chunk,
+            grad_scale=scale,
+            vocabulary=model.partition.vocabulary,
+        )
         return MicroLoss(weight * ce, ce.detach())
     with torch.no_grad():
         teacher = model.hidden(inputs_BT, documents_BT=documents_BT).flatten(0, 1)
@@ -94,6 +102,7 @@ def reduced_loss(
         kl_weight=elastic.kl_weight,
         chunk=chunk,
         grad_scale=grad_scale,
+        vocabulary=model.partition.vocabulary,
     )
     return MicroLoss(objective, ce, divergence=kl)
 
@@ -119,5 +128,6 @@ def refinement_loss(
         tv_weight=config.refinement.tv_weight,
         chunk=config.training.loss_chunk,
         grad_scale=grad_scale,
+        vocabulary=model.partition.vocabulary,
     )
     return MicroLoss(objective, tier_ce, full_ce, tv)

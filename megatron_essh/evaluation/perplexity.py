@@ -130,7 +130,7 @@ def score(
     """Negative log-likelihood of every token in `batches` that is predicted.
 
     Args:
-        model: where it is, the batches go.
+        model: where it is, the batches go; of one that is dealt out over ranks, every rank scores the same batches.
         batches: as `Windows` gives them.
         capacity: the prefix of the model to run; None runs all.
         cut_at: for a model trained with data.document_mask, the end-of-document token: scan and attention are
@@ -149,7 +149,13 @@ def score(
         for index, batch in enumerate(batches):
             inputs_BT, labels_BT, documents_BT = next_token_task(torch.from_numpy(batch).to(model.device), cut_at)
             hidden_BTD = model.hidden(inputs_BT, capacity, documents_BT=documents_BT)
-            loss = cross_entropy(hidden_BTD.flatten(0, 1), model.head_weight, labels_BT.flatten(), chunk=chunk)
+            loss = cross_entropy(
+                hidden_BTD.flatten(0, 1),
+                model.head_weight,
+                labels_BT.flatten(),
+                chunk=chunk,
+                vocabulary=model.partition.vocabulary,
+            )
             total += float(loss)
             tokens += int((labels_BT != IGNORED).sum())
             if not math.isfinite(total):

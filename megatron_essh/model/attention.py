@@ -45,8 +45,8 @@ class WindowAttention(nn.Module):
             self.out_proj.normal_(0.0, config.init_std / math.sqrt(2 * config.n_layers), generator=generator)
 
     def _project(self, u_BTD: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        config = self.config
-        qkv = linear(u_BTD, self.qkv, config.n_heads).unflatten(-1, (config.n_heads, 3, config.head_dim))
+        heads, _, head_dim, _ = self.qkv.shape
+        qkv = linear(u_BTD, self.qkv, heads).unflatten(-1, (heads, 3, head_dim))
         return rotate_qkv(qkv, *table)
 
     def forward(
@@ -59,7 +59,9 @@ class WindowAttention(nn.Module):
     ) -> Tensor:
         """Whole sequences from position 0."""
         q, k, v = self._project(u_BTD, table)
-        out_BTHD = window_attention(q, k, v, window=self.config.window, documents_BT=documents_BT, spans=spans)
+        out_BTHD = v
+        if len(self.qkv):  # a share of a model may be without a head
+            out_BTHD = window_attention(q, k, v, window=self.config.window, documents_BT=documents_BT, spans=spans)
         return linear_input_major(out_BTHD.flatten(-2), self.out_proj)
 
     def forward_cached(

@@ -19,6 +19,7 @@ from megatron_essh.elastic.capacity import Capacity
 from megatron_essh.model.attention import WindowAttention
 from megatron_essh.model.feed_forward import FeedForward
 from megatron_essh.model.mixer import SpectralMixer
+from megatron_essh.model.partition import Whole
 from megatron_essh.model.prefix import GradientScale
 from megatron_essh.ops.rms_norm import add_rms_norm, rms_norm
 from megatron_essh.ops.window_attention import DocumentSpans
@@ -29,6 +30,9 @@ class WholePass:
     """What one pass over whole sequences gives to every block."""
 
     capacity: Capacity
+    share: Capacity
+    """What of the capacity is here; `partition` brings it together with the rest."""
+    partition: Whole
     rotary: tuple[Tensor, Tensor]
     """cos and sin of the positions' rotary angles."""
     documents_BT: Tensor | None
@@ -90,19 +94,23 @@ class Block(nn.Module):
         x_BTD, u_BTD = normed(x_BTD, branch_BTD, self.mixer_norm)
         if self.mixer is not None:
             y_BTD, _ = self.mixer(
-                u_BTD, given.capacity.channels, gradient_scale=given.scale.mixer, documents_BT=given.documents_BT
+                u_BTD,
+                given.share.channels,
+                of=given.capacity.channels,
+                gradient_scale=given.scale.mixer,
+                documents_BT=given.documents_BT,
             )
         else:
             assert self.attention is not None
             y_BTD = self.attention(u_BTD, given.rotary, documents_BT=given.documents_BT, spans=given.spans)
-        return x_BTD, y_BTD
+        return x_BTD, given.partition.leave(y_BTD)
 
     def _feed(self, x_BTD: Tensor, branch_BTD: Tensor, given: WholePass, once: _Once) -> tuple[Tensor, Tensor]:
         x_BTD, u_BTD = normed(x_BTD, branch_BTD, self.ff_norm)
         y_BTD = self.feed_forward(
-            u_BTD, given.capacity.ff_width, gradient_scale=given.scale.feed_forward, square_sum_N=once.take()
+            u_BTD, given.share.ff_width, gradient_scale=given.scale.feed_forward, square_sum_N=once.take()
         )
-        return x_BTD, y_BTD
+        return x_BTD, given.partition.leave(y_BTD)
 
 
 def run_again(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -18,6 +18,7 @@ from megatron_essh.elastic.capacity import Capacity, full_capacity
 from megatron_essh.errors import UserError
 from megatron_essh.model.attention import rotary_table
 from megatron_essh.model.block import Block, WholePass, normed
+from megatron_essh.model.partition import Whole
 from megatron_essh.model.prefix import GradientScale
 from megatron_essh.model.state import ModelState, OrderedUpdate, RingUpdate, advance, advance_together, common_start
 from megatron_essh.ops.window_attention import document_spans
@@ -36,6 +37,8 @@ class LanguageModel(nn.Module):
         self.config = config
         self.recompute: Recompute = "none"
         """What `hidden` computes anew in the backward pass instead of keeping it; the engine sets it."""
+        self.partition = Whole()
+        """Where the weights are; `parallel.tensor_parallel.shard_model` deals them out and sets another."""
         self.embedding = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.d_model), freeze=False)
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.n_layers))
         self.final_norm = nn.RMSNorm(config.d_model, eps=config.eps)
@@ -56,7 +59,7 @@ class LanguageModel(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """The output head [V, D]: the embedding, tied."""
+        """The output head [V, D]: the embedding, tied. Of the vocabulary, `partition.vocabulary` is here."""
         return self.embedding.weight
 
     def product_weights(self) -> list[nn.Parameter]:
@@ -81,6 +84,10 @@ class LanguageModel(nn.Module):
             raise UserError(f"capacity {capacity}: this model holds {full_capacity(self.config)} (channels, units)")
         return capacity
 
+    def _needs_all(self, what: str) -> None:
+        if self.partition.vocabulary is not None:
+            raise UserError(f"{what}: this model is dealt out over ranks; export it, and open the export")
+
     def hidden(
         self,
         tokens_BT: Tensor,
@@ -98,7 +105,7 @@ class LanguageModel(nn.Module):
             documents_BT: int64 document of each position; scan and attention are cut where it changes.
             gradient_scale: factors on this pass's weight gradients.
             square_sums_LN: fp32 [L, n] to which each layer's sums of squared feed-forward activations are added, at
-                full capacity.
+                full capacity; n of the units that are here.
 
         Raises:
             UserError: the capacity is not within this model.
@@ -107,17 +114,20 @@ class LanguageModel(nn.Module):
         spans = None
         if documents_BT is not None and documents_BT.is_cuda and self.config.attention_layers:
             spans = document_spans(documents_BT)  # it reads from the device, so once a pass
-        given = WholePass(self._checked(capacity), rotary, documents_BT, spans, gradient_scale or GradientScale())
-        x_BTD, branch_BTD = self.embedding(tokens_BT), None
+        capacity, partition = self._checked(capacity), self.partition
+        scale = gradient_scale or GradientScale()
+        given = WholePass(capacity, partition.share(capacity), partition, rotary, documents_BT, spans, scale)
+        x_BTD, branch_BTD = partition.embed(self.embedding.weight, tokens_BT), None
         for layer, block in enumerate(self._blocks()):
             sums_N = None if square_sums_LN is None else square_sums_LN[layer]
             x_BTD, branch_BTD = block(x_BTD, branch_BTD, given, sums_N, self.recompute)
-        return normed(x_BTD, branch_BTD, self.final_norm)[1]
+        return partition.enter_head(normed(x_BTD, branch_BTD, self.final_norm)[1])
 
     def forward(
         self, tokens_BT: Tensor, capacity: Capacity | None = None, *, documents_BT: Tensor | None = None
     ) -> Tensor:
         """Logits [B, T, V] of whole sequences."""
+        self._needs_all("logits")
         return F.linear(self.hidden(tokens_BT, capacity, documents_BT=documents_BT), self.head_weight)
 
     def init_state(
@@ -134,6 +144,7 @@ class LanguageModel(nn.Module):
             max_length: tokens a sequence may reach; needed where the window is the whole input, else ignored.
             dtype: of keys and values; None takes the weights'.
         """
+        self._needs_all("prefill and step")
         config, capacity = self.config, self._checked(capacity)
         window = config.window if config.window is not None else max_length
         if window is None and config.attention_layers:

@@ -72,12 +72,16 @@ class SpectralMixer(nn.Module):
         u_BTD: Tensor,
         channels: int,
         *,
+        of: int | None = None,
         gradient_scale: float = 1.0,
         documents_BT: Tensor | None = None,
         valid_BT: Tensor | None = None,
         state_BKM2P: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Mix along time with the first `channels` channels.
+        """Mix along time with the first `channels` channels, which may be none.
+
+        Args:
+            of: the capacity's channels, where these are a share of them and the others' output is added; None: these.
 
         Returns:
             y_BTD, to be added to the residual, and the leaving state_BKM2P.
@@ -98,6 +102,6 @@ class SpectralMixer(nn.Module):
             valid_BT=valid_BT,
         )
         y_BTD = linear_input_major(
-            z_BTKP.flatten(-2), self.out_proj, gradient_scale=gradient_scale, output_scale=channels**-0.5
+            z_BTKP.flatten(-2), self.out_proj, gradient_scale=gradient_scale, output_scale=(of or channels) ** -0.5
         )
         return y_BTD, state_BKM2P

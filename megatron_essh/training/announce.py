@@ -91,7 +91,11 @@ def _layout(engine: NativeEngine) -> str:
     if mesh.world == 1:
         return f"1 process on {_device_name(engine.device)}"
     split = " with positions shared" if engine.config.parallel.sequence_parallel else ""
-    return f"{mesh.world} processes, tensor {mesh.tp}{split} x data {mesh.dp}, each on {_device_name(engine.device)}"
+    parallel = engine.config.parallel
+    dealt = f" under DeepSpeed, ZeRO {parallel.zero_stage}," if parallel.engine == "deepspeed" else ","
+    return (
+        f"{mesh.world} processes, tensor {mesh.tp}{split} x data {mesh.dp}{dealt} each on {_device_name(engine.device)}"
+    )
 
 
 def _device_name(device: torch.device) -> str:

@@ -14,7 +14,7 @@ def run_parser(description: str | None) -> argparse.ArgumentParser:
     parser = ConfigParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_config_arguments(parser)
     parser.add_argument("--output", metavar="DIR", help="folder of the run, in place of training.output")
-    # The DeepSpeed launcher gives every process its rank in this way; one process has no use for it.
+    # The DeepSpeed launcher gives every process its rank in this way too; LOCAL_RANK, which all launchers set, is read.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser
 

@@ -1,64 +1,59 @@
-"""The native engine: one process, one device (architecture rule 5).
+"""The native engine: AdamW over the whole of each rank's parameters, on one process or many (architecture rule 5).
 
-`train_step` is one optimizer step of the recipe: the plan's slots forward and backward, clip, update, unit statistics,
-ordering. Everything elastic stands above this file in elastic/; another engine has the same face.
+`train_step` is one optimizer step of the recipe: the plan's slots forward and backward, gradients summed over the
+replicas, clip, update, unit statistics, ordering. Everything elastic stands above this file in elastic/, how the model
+is dealt out beside it in parallel/; another engine has the same face.
+
+Every rank takes the same steps. What they must agree on (losses, norms, whether the step counts, whether to stop) goes
+through one small exchange a step, and all of them decide by its result.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_essh.config import RunConfig
 from megatron_essh.data.packing import IGNORED, next_token_task
 from megatron_essh.elastic.capacity import Capacity, budget_capacity, full_capacity
 from megatron_essh.elastic.distillation import MicroLoss, full_loss, reduced_loss, refinement_loss
-from megatron_essh.elastic.ffn_order import UnitStatistics, orders_after, unit_order
+from megatron_essh.elastic.ffn_order import UnitStatistics, orders_after, unit_order, unit_scores
 from megatron_essh.elastic.plan import FULL, budget_label, pretraining_plan, refinement_plan
 from megatron_essh.errors import UserError
 from megatron_essh.evaluation.perplexity import Batches, score
 from megatron_essh.model.language_model import LanguageModel
 from megatron_essh.ops.linear import keep_gradients, refresh_copies
+from megatron_essh.parallel.dealing import check_slots, deal, slot_costs
+from megatron_essh.parallel.gradients import GradientBuckets
+from megatron_essh.parallel.interleave import Sharding, local_count
+from megatron_essh.parallel.mesh import Mesh
+from megatron_essh.parallel.tensor_parallel import shard_model, sharding_of
 from megatron_essh.training.captured import CapturedPasses
-from megatron_essh.training.optimizer import build_optimizer, load_moments, named_moments, updates_done
+from megatron_essh.training.guard import RankTimes, SkipGuard, StepClock, compare_replicas
+from megatron_essh.training.optimizer import build_optimizer, make_moments, named_moments, set_updates, updates_done
 from megatron_essh.training.schedule import learning_rate
+from megatron_essh.training.step_sums import Agreed, Skip, StepReport, StepSums, is_finite
 
 Stage = Literal["pretrain", "refine"]
 
-
-@dataclass(frozen=True)
-class StepReport:
-    """What one optimizer step did."""
-
-    step: int
-    loss: float
-    """Mean objective a valid token."""
-    loss_by_capacity: dict[str, float]
-    """Mean cross-entropy a token by the plan's labels (`full`, `8/32`, ...)."""
-    divergence: float | None
-    """Mean KL (pretraining) or total variation (refinement) a token of the reduced slots."""
-    tokens: int
-    """Valid tokens."""
-    learning_rate: float
-    grad_norm: float
-    full_slots: int
-    slots: int
-    ordered: bool
-    """Whether the feed-forward units were ordered after the step."""
+STATISTIC = "statistics.mean_square"
 
 
 class NativeEngine:
-    """Trains `model` on `device` by `config`'s recipe for `stage`.
+    """Trains `model`, which is whole and the same on every rank, by `config`'s recipe for `stage`.
 
     Args:
+        place: the device of the one process, or the mesh of several.
         eod: id of the end-of-document token; needed where data.document_mask cuts at it.
+
+    Raises:
+        UserError: the replicas cannot share the slots of a step evenly.
     """
 
     def __init__(
@@ -66,19 +61,24 @@ class NativeEngine:
         model: LanguageModel,
         config: RunConfig,
         stage: Stage,
-        device: torch.device,
+        place: Mesh | torch.device,
         *,
         eod: int | None = None,
     ) -> None:
         if config.data.document_mask and eod is None:
             raise UserError("data.document_mask is true, but the tokenizer's end-of-document id is not known")
-        self.model = model.to(device)
-        self.model.recompute = config.training.recompute
+        mesh = place if isinstance(place, Mesh) else Mesh.single(place)
+        refine = stage == "refine"
+        _check_batches(config, refine, mesh.dp)
+        self.mesh = mesh
+        self.device = mesh.device
         self.config = config
         self.stage = stage
-        self.device = device
+        if mesh.tp > 1:
+            shard_model(model, mesh, sequence_parallel=config.parallel.sequence_parallel)
+        self.model = model.to(self.device)
+        self.model.recompute = config.training.recompute
         self.cut_at = eod if config.data.document_mask else None
-        refine = stage == "refine"
         self.steps = config.refinement.steps if refine else config.training.steps
         budgets = config.refinement.budgets if refine else config.elastic.training_budgets
         self.capacities = {b: budget_capacity(config.model, config.elastic, b) for b in budgets}
@@ -90,18 +90,35 @@ class NativeEngine:
             eps=config.optimizer.eps,
             weight_decay=config.refinement.weight_decay if refine else config.optimizer.weight_decay,
         )
-        self.statistics = UnitStatistics(config.model, config.elastic.statistics_decay, device)
+        self.statistics = UnitStatistics(
+            config.model,
+            config.elastic.statistics_decay,
+            self.device,
+            width=local_count(config.model.ff_width, mesh.tp_rank, mesh.tp),
+        )
+        self.times = RankTimes(mesh.world)
+        self._clock = StepClock(self.device)
+        self._costs: list[float] = []
+        """Of what each rank ran in this step."""
+        sharded = [bool(getattr(p, "tensor_model_parallel", False)) for p in self.model.parameters()]
+        speaks = [mesh.dp_rank == 0 and (mesh.tp_rank == 0 or held) for held in sharded]
+        self._speaks = torch.tensor(speaks, device=self.device)
+        """By parameter, whether this rank tells the norm of its gradient."""
+        self._skips = SkipGuard(config.training.skip_limit)
         self._passes: CapturedPasses | None = None
-        if device.type == "cuda":
-            self._prepare_device()
+        self._buckets: GradientBuckets | None = None
+        self._gradient_factor = torch.ones((), device=self.device)
+        self._prepare_gradients()
 
-    def _prepare_device(self) -> None:
-        """On a GPU, gradients and low-precision weights are kept in place, so that passes can be recorded."""
-        for parameter in self.model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+    def _prepare_gradients(self) -> None:
+        """Keep gradients in place where they are exchanged; on a GPU low-precision weights too, and record passes."""
+        cuda = self.device.type == "cuda"
+        if cuda or self.mesh.world > 1:
+            self._buckets = GradientBuckets(reversed(list(self.model.parameters())))
+        if not cuda:
+            return
         keep_gradients(self.model.product_weights())
         self._refresh_copies()
-        self._gradient_factor = torch.ones((), device=self.device)
         training = self.config.training
         if training.capture and self.cut_at is None:
             self._passes = CapturedPasses(
@@ -113,34 +130,67 @@ class NativeEngine:
         if self.device.type == "cuda" and self.config.training.precision == "bf16":
             refresh_copies(self.model.product_weights(), torch.bfloat16)
 
+    # -- who runs what ----------------------------------------------------------------------------------------------
+
+    def plan(self, step: int) -> tuple[int, ...]:
+        """Each slot's budget at `step`, over all ranks."""
+        refine = self.stage == "refine"
+        return refinement_plan(self.config, step) if refine else pretraining_plan(self.config, step)
+
+    def rows(self, step: int) -> list[int]:
+        """The sequences of the global batch of `step` that `train_step` wants on this rank.
+
+        All of them where documents are cut, because every rank must know how many labels count.
+        """
+        plan, slot = self.plan(step), self.config.elastic.slot_sequences
+        slots: Sequence[int] = range(len(plan))
+        if not self._wants_all:
+            slots = self._deal(self._slot_costs(plan))[self.mesh.dp_rank]
+        return [row for s in slots for row in range(s * slot, (s + 1) * slot)]
+
+    @property
+    def _wants_all(self) -> bool:
+        return self.mesh.dp == 1 or self.cut_at is not None
+
+    def _deal(self, costs: Sequence[float]) -> list[list[int]]:
+        """Which slots each replica runs, in this order."""
+        return deal(costs, self.mesh.dp)
+
+    def _slot_costs(self, plan: Sequence[int]) -> list[float]:
+        return slot_costs(self.config, self.stage == "refine", plan, self.capacities)
+
     # -- one step ---------------------------------------------------------------------------------------------------
 
-    def train_step(self, step: int, tokens: np.ndarray | Tensor) -> StepReport:
-        """Optimizer step `step` (from 0) on `tokens`, int64 [global_batch, T + 1].
+    def train_step(
+        self, step: int, tokens: np.ndarray | Tensor, *, stop: Callable[[], bool] | None = None
+    ) -> StepReport:  # fmt: skip
+        """Optimizer step `step` (from 0) on `tokens`, int64 [rows, T + 1]: the rows `rows(step)` of its global batch.
+
+        A step whose loss or gradient is not finite on any rank updates nothing on all of them and says so.
+
+        Args:
+            stop: whether this rank has been asked to stop; of several ranks, the report tells all of them.
 
         Raises:
-            UserError: the loss or the gradient is not finite; nothing was updated.
+            UserError: more such steps in a row than training.skip_limit.
         """
-        refine = self.stage == "refine"
-        plan = refinement_plan(self.config, step) if refine else pretraining_plan(self.config, step)
-        report_sums, valid = self.forward_backward(torch.as_tensor(tokens), plan)
+        plan = self.plan(step)
+        sums, valid = self.forward_backward(torch.as_tensor(tokens), plan)
+        agreed = self._agree(sums, stop)
         rate = self._learning_rate(step)
-        grad_norm = self._clip()
-        loss = report_sums.objective / valid
-        by_capacity = report_sums.mean_cross_entropy(self.config)
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            broken = [label for label, ce in by_capacity.items() if not math.isfinite(ce)]
-            raise UserError(
-                f"step {step + 1}: loss {loss}, gradient norm {grad_norm} (capacities of the step: "
-                f"{', '.join(by_capacity)}; with a loss that is not finite: {', '.join(broken) or 'none'}): "
-                "nothing was updated; "
-                "start a new run with a lower optimizer.learning_rate or other data"
-            )
-        self.step(rate)
+        loss = sums.objective / valid
+        skipped = None
+        if is_finite(loss, agreed.grad_norm) and not agreed.broken_ranks:
+            self.step(rate)
+        else:
+            skipped = self._skip(sums, loss, agreed)
+            self._clear_gradients()
+            self.statistics.discard()
+        self._skips.count(step, skipped)
+        refine, elastic = self.stage == "refine", self.config.elastic
         ordered = False
         if not refine:
-            self.statistics.end_step()
-            elastic = self.config.elastic
+            self.statistics.end_step(self.mesh.dp_group)
             if elastic.enabled and orders_after(
                 step + 1, self.steps, elastic.ordering_interval, elastic.ordering_until
             ):
@@ -149,38 +199,59 @@ class NativeEngine:
         return StepReport(
             step=step,
             loss=loss,
-            loss_by_capacity=by_capacity,
-            divergence=report_sums.mean_divergence(),
+            loss_by_capacity=sums.mean_cross_entropy(elastic, refine),
+            divergence=sums.mean_divergence(refine or elastic.kl_weight > 0),
             tokens=valid,
             learning_rate=rate,
-            grad_norm=grad_norm,
+            grad_norm=agreed.grad_norm,
             full_slots=sum(b == FULL for b in plan),
             slots=len(plan),
             ordered=ordered,
+            grad_norm_by_part=agreed.norm_by_part,
+            skipped=skipped,
+            stop=agreed.stop,
         )
 
     def forward_backward(self, tokens: Tensor, plan: Sequence[int]) -> tuple[StepSums, int]:
-        """Gradients of the step's mean objective; its sums, and the number of valid tokens."""
+        """Gradients of the step's mean objective, summed over all ranks; its sums here, and the valid tokens of all.
+
+        tokens: as `train_step` takes them.
+        """
+        self._clock.begin()
+        slot, micro = self.config.elastic.slot_sequences, self.config.training.micro_batch
+        costs = self._slot_costs(plan)
+        dealt = self._deal(costs)
+        own, per_slot = dealt[self.mesh.dp_rank], slot // micro
+        self._costs = [sum(costs[s] for s in dealt[rank // self.mesh.tp]) for rank in range(self.mesh.world)]
+        wanted = len(plan) if self._wants_all else len(own)
+        assert len(tokens) == wanted * slot, f"{len(tokens)} sequences for {wanted} slots of {slot}"
         inputs, labels, documents = next_token_task(tokens, self.cut_at)
-        valid = int((labels != IGNORED).sum())
+        if self.cut_at is None:
+            counted = [micro * labels.shape[1]] * (len(plan) * per_slot)
+        else:
+            counted = [int((piece != IGNORED).sum()) for piece in labels.split(micro)]
+        valid = sum(counted)
         if valid == 0:
             raise UserError("a step holds no token to predict: every label follows an end-of-document token")
-        sums = StepSums()
-        slot, micro = self.config.elastic.slot_sequences, self.config.training.micro_batch
-        assert len(tokens) == len(plan) * slot, f"{len(tokens)} sequences for {len(plan)} slots of {slot}"
-        counted = [int((piece != IGNORED).sum()) for piece in labels.split(micro)]
+        if self._wants_all and self.mesh.dp > 1:
+            rows = torch.cat([torch.arange(s * slot, (s + 1) * slot) for s in own])
+            inputs, labels = inputs[rows], labels[rows]
+            documents = None if documents is None else documents[rows]
         inputs, labels = inputs.to(self.device), labels.to(self.device)  # at once: a copy waits for what runs
         documents = None if documents is None else documents.to(self.device)
         if self.device.type == "cuda":
             self._gradient_factor.fill_(1.0 / valid)
-        for index, budget in enumerate(plan):
-            for start in range(index * slot, (index + 1) * slot, micro):
-                rows = slice(start, start + micro)
-                cut = None if documents is None else documents[rows]
-                loss = self._micro_batch(inputs[rows], labels[rows], cut, budget, valid)
-                sums.add(budget, loss, counted[start // micro])
-                if budget == FULL and self._orders_units:
-                    self.statistics.count(inputs[rows].numel())
+        sums = StepSums(plan, per_slot, counted)
+        for place, index in enumerate(s * per_slot + i for s in own for i in range(per_slot)):
+            rows_here = slice(place * micro, (place + 1) * micro)
+            cut = None if documents is None else documents[rows_here]
+            budget = sums.budgets[index]
+            sums.add(index, self._micro_batch(inputs[rows_here], labels[rows_here], cut, budget, valid))
+        if self._orders_units:
+            self.statistics.count(sums.budgets.count(FULL) * micro * labels.shape[1])
+        self._clock.reduce()
+        self._reduce_gradients()
+        self._clock.end()
         return sums, valid
 
     def _micro_batch(
@@ -204,84 +275,280 @@ class NativeEngine:
         loss.objective.backward()
         return loss
 
+    def _reduce_gradients(self) -> None:
+        if self._buckets is not None:
+            own_positions = self.config.parallel.sequence_parallel
+            self._buckets.reduce(self.mesh.dp_group, self.mesh.tp_group if own_positions else None)
+            return
+        for parameter in self.model.parameters():
+            if parameter.grad is None:  # used by no slot of this step (a neutral gate's bias): its moments still decay
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _agree(self, sums: StepSums, stop: Callable[[], bool] | None) -> Agreed:
+        """Clip the gradients, and exchange all that ranks decide by: one reduction and one wait for the device."""
+        mesh = self.mesh
+        names = [name for name, _ in self.model.named_parameters()]
+        norms = self._gradient_norms()
+        if not self._norms_of_parts:
+            total = self._clip(torch.linalg.vector_norm(norms))
+        table = sums.table(self.device)
+        squares = norms.double().square()
+        message = torch.cat([table.flatten(), squares])
+        if mesh.world_group is not None:
+            stops = float(stop is not None and stop())
+            told = torch.tensor([stops, *self.times.row(mesh.rank)], dtype=torch.float64).to(self.device)
+            broken = (~squares.isfinite().all()).double()
+            # Replicas have the same norms, and the ranks of a replica the same losses: one of each speaks.
+            heard = [table.flatten() if mesh.tp_rank == 0 else torch.zeros_like(table).flatten()]
+            heard += [squares.masked_fill(~self._speaks, 0.0), broken[None], told]
+            message = torch.cat(heard)
+            dist.all_reduce(message, group=mesh.world_group)
+        start, end = table.numel(), table.numel() + len(names)
+        if self._norms_of_parts:
+            total = self._clip(message[start:end].sum().sqrt().to(norms.dtype))
+        values = torch.cat([message, total.double()[None]]).cpu().numpy()
+        sums.settle(values[:start].reshape(tuple(table.shape)))
+        squares_by_name = dict(zip(names, values[start:end].tolist(), strict=True))
+        if mesh.world_group is None:
+            return Agreed(float(values[-1]), squares_by_name, 0, False)
+        broken_ranks, stops, *times = values[end:-1].tolist()
+        self.times.add(times)
+        self.times.note(self._clock.read(), self._costs)
+        return Agreed(float(values[-1]), squares_by_name, int(broken_ranks), stops > 0)
+
+    @property
+    def _norms_of_parts(self) -> bool:
+        """Whether `_gradient_norms` are of parts of the parameters, that others hold the rest of."""
+        return self.mesh.tp > 1
+
+    def _gradient_norms(self) -> Tensor:
+        """[parameters]: norms of the step's gradients, of what is here."""
+        return torch.stack(torch._foreach_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
+
+    def _clip(self, total: Tensor) -> Tensor:
+        """Scale the gradients by their norm `total`, which is returned."""
+        torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.config.optimizer.clip_norm, total)
+        return total
+
+    def _skip(self, sums: StepSums, loss: float, agreed: Agreed) -> Skip:
+        micro, index = self.config.training.micro_batch, sums.broken
+        return Skip(
+            loss,
+            agreed.grad_norm,
+            index,
+            None if index is None else (index * micro, (index + 1) * micro),
+            None if index is None else budget_label(sums.budgets[index], self.config.elastic),
+            tuple(name for name, square in agreed.squares.items() if not is_finite(square)),
+        )
+
     def step(self, rate: float) -> None:
         """Apply the accumulated gradients at learning rate `rate` and clear them."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=self.device.type != "cuda")
+        self._update()
+        self._clear_gradients()
         self._refresh_copies()
+
+    def _update(self) -> None:
+        self.optimizer.step()
+
+    def _clear_gradients(self) -> None:
+        if self._buckets is not None:
+            self._buckets.zero()
+        else:
+            self.optimizer.zero_grad(set_to_none=True)
 
     def order_units(self) -> None:
         """Sort every layer's feed-forward units by importance; the full-width function is unchanged."""
         for layer in range(self.config.model.n_layers):
-            down = self.model.get_parameter(f"blocks.{layer}.feed_forward.down")
-            self.permute(layer, unit_order(self.statistics.mean_square_LN[layer], down))
-        self._refresh_copies()
+            name = f"blocks.{layer}.feed_forward.down"
+            score_N = unit_scores(self.statistics.mean_square_LN[layer], self._unit_rows(name)[0])
+            self.permute(layer, unit_order(self.model.partition.gather_parameter(name, score_N)))
+        self._weights_changed()
 
     def permute(self, layer: int, order_N: Tensor) -> None:
         """Reorder a layer's units: weights, both moments and the statistic."""
         for part in ("gate_up", "down"):
-            parameter = self.model.get_parameter(f"blocks.{layer}.feed_forward.{part}")
-            rows = [
-                parameter.data,
-                *(v for v in self.optimizer.state.get(parameter, {}).values() if _has_rows(v, parameter)),
-            ]
-            for tensor in rows:
-                tensor.copy_(tensor[order_N])
-        self.statistics.permute(layer, order_N)
+            name = f"blocks.{layer}.feed_forward.{part}"
+            rows = self._unit_rows(name)
+            self._put_unit_rows(name, rows, (self._permuted(name, tensor, order_N) for tensor in rows))
+        statistic_N = self.statistics.mean_square_LN[layer]
+        statistic_N.copy_(self._permuted(f"blocks.{layer}.feed_forward.down", statistic_N, order_N))
+
+    def _unit_rows(self, name: str) -> list[Tensor]:
+        """The parameter `name` and its moments, if there are any yet: all of the part of this tensor-parallel rank."""
+        parameter = self.model.get_parameter(name)
+        state = self.optimizer.state.get(parameter, {})
+        return [parameter.detach(), *(v for v in state.values() if _has_rows(v, parameter))]
+
+    def _put_unit_rows(self, name: str, rows: Sequence[Tensor], changed: Iterable[Tensor]) -> None:
+        """Write `changed` in the place of `rows`, which `_unit_rows` gave."""
+        for tensor, new in zip(rows, changed, strict=True):
+            tensor.copy_(new)
+
+    def _weights_changed(self) -> None:
+        """After weights were written other than by a step."""
+        self._refresh_copies()
+
+    def _permuted(self, name: str, rows: Tensor, order_N: Tensor) -> Tensor:
+        """This rank's rows of the whole tensor in its new order; `order_N` is of all units, the same on all ranks."""
+        whole = self.model.partition.gather_parameter(name, rows)[order_N]
+        return Sharding(self.config.model.ff_width).take(whole, self.mesh.tp_rank, self.mesh.tp)
 
     def evaluate(self, batches: Batches, capacity: Capacity | None = None) -> float:
-        """Mean cross-entropy a valid token of int64 batches [B, T + 1] at `capacity` (None: full)."""
-        training = self.config.training
-        measured = score(
-            self.model, batches, capacity, cut_at=self.cut_at, precision=training.precision, chunk=training.loss_chunk
-        )
-        return measured.nll
+        """Mean cross-entropy a valid token of int64 batches [B, T + 1] at `capacity` (None: full).
+
+        The replicas share the batches; all ranks get the mean.
+        """
+        mesh, training = self.mesh, self.config.training
+        kept = list(batches)
+        totals = torch.zeros(2, len(kept), dtype=torch.float64)
+        for index in range(mesh.dp_rank, len(kept), mesh.dp):
+            part = score(
+                self.model,
+                [kept[index]],
+                capacity,
+                cut_at=self.cut_at,
+                precision=training.precision,
+                chunk=training.loss_chunk,
+            )
+            totals[:, index] = torch.tensor([part.total, part.tokens], dtype=torch.float64)
+        if mesh.dp_group is not None:
+            exchanged = totals.to(self.device)
+            dist.all_reduce(exchanged, group=mesh.dp_group)
+            totals = exchanged.cpu()
+        losses, tokens = totals.tolist()
+        return sum(losses) / sum(tokens)
+
+    def compare_replicas(self) -> None:
+        """Hold all ranks to the same parameters, where they are to hold the same.
+
+        Raises:
+            UserError: on all ranks, naming parameters and ranks that differ.
+        """
+        compare_replicas(dict(self.model.named_parameters()), self.mesh)
 
     # -- what a resume needs ----------------------------------------------------------------------------------------
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Everything a bitwise resume needs besides `state_values`, by name: model.*, moments, statistics, rng."""
-        tensors = {f"model.{name}": p.detach() for name, p in self.model.named_parameters()}
-        tensors.update(named_moments(self.model, self.optimizer))
-        tensors["statistics.mean_square"] = self.statistics.mean_square_LN
+        """Everything a bitwise resume needs besides `state_values`, by name: model.*, moments, statistics, rng.
+
+        This rank's parts: `state_sharding` says of what.
+        """
+        tensors = self._parameter_tensors()
+        tensors[STATISTIC] = self.statistics.mean_square_LN
         tensors["rng.torch"] = torch.get_rng_state()
         if self.device.type == "cuda":
             tensors["rng.cuda"] = torch.cuda.get_rng_state(self.device)
         return tensors
 
+    def _parameter_tensors(self) -> dict[str, Tensor]:
+        """Parameters and moments by state name, to read and, after `make_moments`, to write."""
+        tensors = {f"model.{name}": p.detach() for name, p in self.model.named_parameters()}
+        tensors.update(named_moments(self.model, self.optimizer))
+        return tensors
+
+    @property
+    def _optimized(self) -> list[Tensor]:
+        """What the optimizer updates."""
+        return list(self.model.parameters())
+
+    def make_moments(self) -> None:
+        """Make the moments, zero, that are not there before the first update."""
+        make_moments(self.optimizer, self._optimized)
+
+    def state_span(self, name: str) -> tuple[tuple[int, ...], int, int] | None:
+        """None where state tensor `name` is all of this tensor-parallel rank's part. Else that part's shape, and which
+        of its elements the tensor is: start and end."""
+        return None
+
+    def state_sharding(self, name: str) -> Sharding | None:
+        """How state tensor `name` is dealt out over a replica's ranks: the statistics along their last dimension."""
+        if self.mesh.tp == 1 or name.startswith("rng."):
+            return None
+        if name == STATISTIC:
+            return Sharding(self.config.model.ff_width)
+        return sharding_of(name.split(".", 1)[1], self.config.model)
+
+    def whole_state(self) -> dict[str, Tensor]:
+        """`state_tensors` of the whole model, on the first rank; elsewhere nothing. All ranks call it."""
+        tensors = self._gathered_state()
+        if self.mesh.tp == 1 or self.mesh.dp_rank > 0:
+            return tensors if self.mesh.is_first else {}
+        gather, whole = self.model.partition.gather_parameter, {}
+        for name, tensor in tensors.items():
+            if name == STATISTIC:
+                down = "blocks.0.feed_forward.down"
+                full = torch.stack([gather(down, tensor_N) for tensor_N in tensor])
+            elif self.state_sharding(name) is not None:
+                full = gather(name.split(".", 1)[1], tensor)
+            else:
+                full = tensor
+            if self.mesh.is_first:
+                whole[name] = full.cpu()
+        return whole
+
+    def _gathered_state(self) -> dict[str, Tensor]:
+        """`state_tensors`, each all of this tensor-parallel rank's part."""
+        return self.state_tensors()
+
     def state_values(self) -> dict[str, int]:
         """JSON-able companions of `state_tensors`."""
-        return {"updates": updates_done(self.optimizer)}
+        return {"updates": updates_done(self.optimizer), "skipped_in_a_row": self._skips.in_a_row}
 
-    def load_state(self, tensors: dict[str, Tensor], values: dict[str, int]) -> None:
-        """Put back what `state_tensors` and `state_values` gave.
+    def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, int]) -> None:
+        """Put back what `whole_state` and `state_values` gave, on whatever layout.
 
         Raises:
             UserError: a tensor is missing, unknown or of another shape.
         """
+        self.make_moments()
         expected = self.state_tensors()
         random = {name for name in (*expected, *tensors) if name.startswith("rng.")}  # a resume may change device
         missing = sorted(set(expected) - set(tensors) - random)
         unknown = sorted(set(tensors) - set(expected) - random)
         if missing or unknown:
             raise UserError(f"checkpoint: of another model: missing {missing[:3]}, unknown {unknown[:3]}")
-        for name, tensor in expected.items():
-            if name not in random and tensor.shape != tensors[name].shape:
-                raise UserError(
-                    f"checkpoint: {name}: shape {tuple(tensors[name].shape)}, the model has {tuple(tensor.shape)}"
-                )
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(tensors[f"model.{name}"])
-        self._refresh_copies()
-        load_moments(self.model, self.optimizer, tensors, int(values["updates"]))
-        self.statistics.mean_square_LN.copy_(tensors["statistics.mean_square"])
+        parts = {name: self._part(name, tensors[name], expected[name]) for name in expected if name not in random}
+        for name, part in parts.items():
+            expected[name].copy_(part)
+        set_updates(self.optimizer, self._optimized, int(values["updates"]))
+        self._weights_changed()
+        self._skips.in_a_row = int(values.get("skipped_in_a_row", 0))
         if "rng.torch" in tensors:
             torch.set_rng_state(tensors["rng.torch"].cpu())
         if "rng.cuda" in tensors and self.device.type == "cuda":
             torch.cuda.set_rng_state(tensors["rng.cuda"].cpu(), self.device)
+
+    def load_model(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take the parameters of a whole model by plain name; moments and statistics stay.
+
+        Raises:
+            UserError: a tensor is missing or of another shape.
+        """
+        own = self._parameter_tensors()
+        for name, _ in self.model.named_parameters():
+            if name not in tensors:
+                raise UserError(f"checkpoint: of another model: missing {name}")
+            mine = own[f"model.{name}"]
+            mine.copy_(self._part(f"model.{name}", tensors[name], mine))
+        self._weights_changed()
+
+    def _part(self, name: str, whole: Tensor, mine: Tensor) -> Tensor:
+        """This rank's part of a whole state tensor, shaped as `mine`."""
+        sharding, part = self.state_sharding(name), whole
+        if sharding is not None:
+            across = name == STATISTIC
+            units = whole.shape[-1 if across else 0]
+            if units == sharding.units * sharding.rows:
+                part = sharding.take(whole.T if across else whole, self.mesh.tp_rank, self.mesh.tp)
+                part = part.T if across else part
+        if part.shape != mine.shape:
+            raise UserError(f"checkpoint: {name}: shape {tuple(whole.shape)}, the model has {tuple(mine.shape)} here")
+        return part
+
+    def close(self) -> None:
+        """End what the engine holds of other libraries; nothing may be asked of it then. All ranks call it."""
 
     # -- parts ------------------------------------------------------------------------------------------------------
 
@@ -311,60 +578,34 @@ class NativeEngine:
             peak, warmup, final = optimizer.learning_rate, optimizer.warmup_fraction, optimizer.final_fraction
         return learning_rate(step, peak=peak, steps=self.steps, warmup_fraction=warmup, final_fraction=final)
 
-    def _clip(self) -> float:
-        for parameter in self.model.parameters():
-            if parameter.grad is None:  # used by no slot of this step (a neutral gate's bias): its moments still decay
-                parameter.grad = torch.zeros_like(parameter)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip_norm)
-        return float(norm)
-
     def _autocast(self) -> AbstractContextManager[object]:
         # Products keep low-precision weights themselves, and a recorded pass must not use a cache from outside it.
         enabled = self.config.training.precision == "bf16"
         return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled, cache_enabled=self._passes is None)
 
 
-class StepSums:
-    """Sums over a step's micro-batches, read from the device once, at the end."""
+def build_engine(
+    model: LanguageModel, config: RunConfig, stage: Stage, place: Mesh | torch.device, *, eod: int | None = None
+) -> NativeEngine:
+    """The engine that parallel.engine names, made as `NativeEngine` is."""
+    if config.parallel.engine == "native":
+        return NativeEngine(model, config, stage, place, eod=eod)
+    from megatron_essh.training.deepspeed_engine import DeepSpeedEngine
 
-    def __init__(self) -> None:
-        self._objective: list[Tensor] = []
-        self._cross_entropy: dict[int, list[Tensor]] = {}
-        self._tokens: dict[int, int] = {}
-        self._divergence: list[Tensor] = []
-        self._divergence_tokens = 0
+    return DeepSpeedEngine(model, config, stage, place, eod=eod)
 
-    def add(self, budget: int, loss: MicroLoss, tokens: int) -> None:
-        """Count one micro-batch of `tokens` valid tokens."""
-        self._objective.append(loss.objective.detach())
-        terms = [(budget, loss.cross_entropy)]
-        if loss.full_cross_entropy is not None:
-            terms.append((FULL, loss.full_cross_entropy))
-        for label, ce in terms:
-            self._cross_entropy.setdefault(label, []).append(ce)
-            self._tokens[label] = self._tokens.get(label, 0) + tokens
-        if loss.divergence is not None:
-            self._divergence.append(loss.divergence)
-            self._divergence_tokens += tokens
 
-    @property
-    def objective(self) -> float:
-        """Sum of the objective."""
-        return float(torch.stack(self._objective).double().sum())
-
-    def mean_cross_entropy(self, config: RunConfig) -> dict[str, float]:
-        """Mean cross-entropy a token, by capacity label, the full one first."""
-        means = {}
-        for budget in sorted(self._tokens, key=lambda b: (b != FULL, -b)):
-            total = float(torch.stack(self._cross_entropy[budget]).double().sum())
-            means[budget_label(budget, config.elastic)] = total / max(1, self._tokens[budget])
-        return means
-
-    def mean_divergence(self) -> float | None:
-        """Mean KL or total variation a token of the reduced slots; None where there was none."""
-        if not self._divergence:
-            return None
-        return float(torch.stack(self._divergence).double().sum()) / max(1, self._divergence_tokens)
+def _check_batches(config: RunConfig, refine: bool, dp: int) -> None:
+    """Refuse batches that `dp` replicas cannot share evenly."""
+    slot = config.elastic.slot_sequences
+    if refine:
+        check_slots(config.refinement.global_batch, slot, dp, "refinement.global_batch")
+        return
+    check_slots(config.training.global_batch, slot, dp, "training.global_batch")
+    ramp = config.data.batch_ramp
+    if ramp is not None:
+        check_slots(ramp.start, slot, dp, "data.batch_ramp.start")
+        check_slots(ramp.increment, slot, dp, "data.batch_ramp.increment")
 
 
 def _has_rows(value: object, parameter: Tensor) -> bool:

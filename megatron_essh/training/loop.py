@@ -8,26 +8,28 @@ checkpoints', figures the metrics': this file only says what happens when.
 from __future__ import annotations
 
 import math
-import os
 import time
-from contextlib import closing
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron_essh.config import RunConfig, config_to_mapping
-from megatron_essh.device import pick_device
 from megatron_essh.elastic.capacity import tier_capacities
+from megatron_essh.elastic.plan import FULL, budget_label
 from megatron_essh.errors import UserError
 from megatron_essh.files import DISK_FULL
 from megatron_essh.model.language_model import LanguageModel
 from megatron_essh.output import lasting_output
+from megatron_essh.parallel.mesh import Mesh
+from megatron_essh.parallel.processes import open_mesh
 from megatron_essh.training.announce import announce_end, announce_start, validation_table
-from megatron_essh.training.checkpoint import load_checkpoint, save_checkpoint
-from megatron_essh.training.engine import NativeEngine, Stage
+from megatron_essh.training.checkpoint import CheckpointWriter, Saved, read_values
+from megatron_essh.training.checkpoint.engine_state import engine_pieces, load_into
+from megatron_essh.training.engine import Stage, build_engine
+from megatron_essh.training.guard import SpikeDetector
 from megatron_essh.training.metrics import (
     MetricsWriter,
     ProgressWindow,
@@ -39,10 +41,13 @@ from megatron_essh.training.refinement_source import check_source, load_source
 from megatron_essh.training.run_data import open_run_data
 from megatron_essh.training.run_folder import RunFolder, refuse_another_run
 from megatron_essh.training.signals import GracefulStop
+from megatron_essh.training.step_sums import StepReport
 from megatron_essh.version import __version__
 
 PACE_AFTER = 4
 """Steps of this process after which its pace is told; progress lines may be far apart."""
+ECHO_SECONDS = 10.0
+"""How long a launcher of several processes may take to pass on a signal that they have had already."""
 
 
 @dataclass
@@ -59,6 +64,12 @@ class Progress:
     """The steps since the last progress line."""
     reported: bool = True
     """Whether what is due after `step`, progress line and validation, was done."""
+    skipped: int = 0
+    """Steps that updated nothing because a loss or gradient was not finite."""
+    spikes: SpikeDetector = field(default_factory=SpikeDetector)
+    """The loss that is to be expected."""
+    events: list[dict[str, Any]] = field(default_factory=list)
+    """What befell `step` and is still to be logged."""
 
     @property
     def reported_step(self) -> int:
@@ -73,6 +84,9 @@ class Progress:
             "seconds": self.seconds,
             "window": self.window.state_values(),
             "reported": self.reported,
+            "skipped": self.skipped,
+            "spikes": self.spikes.state_values(),
+            "events": list(self.events),
         }
 
     def load_state(self, values: dict[str, Any]) -> None:
@@ -80,13 +94,17 @@ class Progress:
         self.step, self.tokens, self.seconds = values["step"], values["tokens"], values["seconds"]
         self.window.load_state(values["window"])
         self.reported = values["reported"]
+        if "spikes" in values:  # a checkpoint from before there were any begins to learn anew
+            self.skipped, self.events = values["skipped"], list(values["events"])
+            self.spikes.load_state(values["spikes"])
 
 
 def train(config: RunConfig, stage: Stage, *, initial: Path | None = None) -> Path | None:
     """Run `stage` of `config` to its end, or continue it from the newest checkpoint in training.output.
 
-    A first SIGTERM or SIGINT ends it early but in order: the step is finished and saved. Output that nobody reads
-    any more ends nothing. Main thread only.
+    Of several processes, which a launcher started, all call it; the first one speaks and writes for all, and an error
+    of one ends all. A first SIGTERM or SIGINT to any of them ends the run early but in order: the step is finished and
+    saved. Output that nobody reads any more ends nothing. Main thread only.
 
     Args:
         config: the run.
@@ -99,27 +117,38 @@ def train(config: RunConfig, stage: Stage, *, initial: Path | None = None) -> Pa
     Raises:
         UserError: anything in config, data, checkpoints, disk or environment that forbids the run.
     """
-    world = os.environ.get("WORLD_SIZE", "1")
-    if world not in ("", "1"):
-        raise UserError(f"WORLD_SIZE is {world}: there is no parallel engine, training takes one process only")
-    device = pick_device(config.training.device, "training.device:")
     if config.training.threads is not None:
         torch.set_num_threads(config.training.threads)
     torch.manual_seed(config.training.seed)
-    with lasting_output(), RunFolder(Path(config.training.output)) as folder, GracefulStop() as stop:
+    folder = RunFolder(Path(config.training.output))
+    with (
+        lasting_output(),
+        open_mesh(config.parallel, config.training.device) as mesh,
+        folder if mesh.is_first else nullcontext(),
+        GracefulStop(ECHO_SECONDS if mesh.world > 1 else 0.0) as stop,
+    ):
         try:
-            saved = _find_saved(config, stage, initial, folder)
+            saved = _find_saved(config, stage, initial, folder, mesh)
             steps = config.refinement.steps if stage == "refine" else config.training.steps
             if saved is not None and saved.values["step"] == steps:
-                announce_end(folder, f"nothing to do: {saved.path} is the end of this run, step {steps}/{steps}")
+                if mesh.is_first:
+                    announce_end(folder, f"nothing to do: {saved.path} is the end of this run, step {steps}/{steps}")
                 return saved.path
-            run = Run(config, stage, device, folder)
+            run = Run(config, stage, mesh, folder)
             begin = run.start(initial) if saved is None else run.resume(saved)
-            del saved  # a second copy of model and moments, which the run must not hold to its end
-            folder.write_config(config)
-            announce_start(config, run.engine, run.data, folder, begin)
-            with closing(MetricsWriter(folder.metrics, folder.tensorboard, run.progress.reported_step)) as metrics:
+            metrics = None
+            if mesh.is_first:
+                folder.write_config(config)
+                announce_start(config, run.engine, run.data, folder, begin)
+                metrics = MetricsWriter(folder.metrics, folder.tensorboard, run.progress.reported_step)
+                for damage in [] if saved is None else saved.damaged:
+                    metrics.event(run.progress.reported_step, "damaged_checkpoint", {"damage": damage})
+            try:
                 run.loop(metrics, stop)
+            finally:
+                if metrics is not None:
+                    metrics.close()
+            run.engine.close()
         except OSError as error:
             if error.errno in DISK_FULL:
                 raise UserError(
@@ -131,54 +160,64 @@ def train(config: RunConfig, stage: Stage, *, initial: Path | None = None) -> Pa
             spent = format_duration(run.progress.seconds)
             headline = f"done: {run.steps} steps, {run.progress.tokens:,} tokens, {spent} in steps"
         else:
-            headline = f"stopped by {stop.requested} after step {run.progress.step}/{run.steps}: "
+            signal = stop.requested or "a signal to another rank"
+            headline = f"stopped by {signal} after step {run.progress.step}/{run.steps}: "
             headline += f"saved {run.checkpoint}" if run.checkpoint else "nothing to save yet"
             headline += "; the same command continues the run"
-        announce_end(folder, headline)
+        if mesh.is_first:
+            announce_end(folder, headline)
         return run.checkpoint
 
 
 @dataclass(frozen=True)
-class Saved:
+class Found:
     """A checkpoint that a run may continue from."""
 
     path: Path
-    tensors: dict[str, Tensor]
     values: dict[str, Any]
+    damaged: list[str]
+    """What is wrong with newer ones; on the first rank."""
 
 
 class Run:
-    """A stage of a config on one device: what is trained, on what, and how far it is."""
+    """A stage of a config on a mesh: what is trained, on what, and how far it is. The same on every rank."""
 
-    def __init__(self, config: RunConfig, stage: Stage, device: torch.device, folder: RunFolder) -> None:
+    def __init__(self, config: RunConfig, stage: Stage, mesh: Mesh, folder: RunFolder) -> None:
+        self.mesh = mesh
         self.config = config
         self.stage = stage
         self.folder = folder
         self.data = open_run_data(config, stage)
         model = LanguageModel(config.model, generator=torch.Generator().manual_seed(config.training.seed))
-        self.engine = NativeEngine(model, config, stage, device, eod=self.data.eod)
+        self.engine = build_engine(model, config, stage, mesh, eod=self.data.eod)
+        if mesh.dp > 1:
+            self.data.loader.rows = self.engine.rows
         self.steps = self.engine.steps
         self.tiers = tier_capacities(config.model, config.elastic)
         self.progress = Progress()
         self.checkpoint: Path | None = None
-        """The newest checkpoint."""
+        """The newest checkpoint that is on disk."""
+        kept = config.checkpoint
+        self.writer = CheckpointWriter(folder.checkpoints, mesh, keep_last=kept.keep_last, keep_every=kept.keep_every)
         self.source: dict[str, Any] | None = None
         """Refinement: the record of the pretrained model."""
         self._saved_step = 0
         self._time_left = TimeLeft()
         self._steps_here = 0
+        self._stopping = False
+        """Whether the ranks have agreed to stop."""
 
     def start(self, initial: Path | None) -> str:
         """Take a new run's parameters from where they come; returns in words from where."""
         if self.stage == "pretrain":
             return f"starting from random weights, seed {self.config.training.seed}"
         tensors, self.source = load_source(initial, self.config.model)
-        self.engine.model.load_state_dict(tensors, strict=True)
+        self.engine.load_model(tensors)
         return f"refining {self.source['path']}, step {self.source['step']}"
 
-    def resume(self, saved: Saved) -> str:
+    def resume(self, saved: Found) -> str:
         """Go on where `saved` was; returns in words where."""
-        self.engine.load_state(saved.tensors, saved.values["engine"])
+        load_into(self.engine, saved.path)
         self.data.loader.load_state(saved.values["data"])
         self.progress.load_state(saved.values["progress"])
         self.source, self.checkpoint = saved.values["source"], saved.path
@@ -187,26 +226,40 @@ class Run:
             self._time_left.add_step(self.progress.seconds / self.progress.step)
         return f"continuing from {saved.path}, step {self.progress.step}/{self.steps}"
 
-    def loop(self, metrics: MetricsWriter, stop: GracefulStop) -> None:
+    def loop(self, metrics: MetricsWriter | None, stop: GracefulStop) -> None:
         """Step until all steps are done or `stop` is requested; the last step is saved in either case.
 
         Who asks for a stop does not wait for a validation: it is left to the run that continues this one.
         """
         save_every = self.config.checkpoint.save_every
-        if not self.progress.reported and stop.requested is None:
-            self._report(metrics)
-        while self.progress.step < self.steps and stop.requested is None:
-            self._train_step()
-            step, last = self.progress.step, self.progress.step == self.steps
-            if last or stop.requested is None or not self._validation_due():
+        with self.writer:
+            if not self.progress.reported and not self._must_stop(stop):
                 self._report(metrics)
-            if last or (save_every and step % save_every == 0):
+            while self.progress.step < self.steps and not self._must_stop(stop):
+                self._train_step(stop)
+                self._tell(self.writer.poll())
+                step, last = self.progress.step, self.progress.step == self.steps
+                compare_every = self.config.training.compare_every
+                if compare_every and step % compare_every == 0:
+                    self.engine.compare_replicas()
+                if last or not self._must_stop(stop) or not self._validation_due():
+                    self._report(metrics)
+                if last or (save_every and step % save_every == 0):
+                    self._save(metrics)
+            if self._saved_step < self.progress.step:
                 self._save(metrics)
-        if self._saved_step < self.progress.step:
-            self._save(metrics)
+            self._tell(self.writer.wait())
 
-    def _report(self, metrics: MetricsWriter) -> None:
+    def _must_stop(self, stop: GracefulStop) -> bool:
+        """Whether a stop is due: of one process at once, of several when all have learnt of it in a step."""
+        return self._stopping if self.mesh.world > 1 else stop.requested is not None
+
+    def _report(self, metrics: MetricsWriter | None) -> None:
         """Do what is due after this step, short of saving."""
+        for event in self.progress.events:
+            if metrics is not None:
+                metrics.event(self.progress.step, event["kind"], event)
+        self.progress.events = []
         if self.progress.step % self.config.training.log_every == 0 or self.progress.step == self.steps:
             self._log(metrics)
         if self._validation_due():
@@ -217,11 +270,12 @@ class Run:
         step, every = self.progress.step, self.config.training.validate_every
         return bool(self.data.validation and every and (step % every == 0 or step == self.steps))
 
-    def _train_step(self) -> None:
+    def _train_step(self, stop: GracefulStop) -> None:
         begin = time.perf_counter()
+        first_sample = self.data.loader.consumed_samples
         tokens = self.data.loader.next_batch()
         try:
-            report = self.engine.train_step(self.progress.step, tokens)
+            report = self.engine.train_step(self.progress.step, tokens, stop=lambda: stop.requested is not None)
         except UserError as error:
             intact = f"the last checkpoint is intact: {self.checkpoint}" if self.checkpoint else "none was saved yet"
             raise UserError(f"{error}; {intact}") from None
@@ -229,20 +283,50 @@ class Run:
         progress = self.progress
         progress.step += 1
         progress.reported = False
-        progress.tokens += report.tokens
+        progress.tokens += report.tokens if report.skipped is None else 0
+        self._stopping = report.stop
+        self._judge(report, first_sample)
         progress.seconds += seconds
         progress.window.add(report, seconds)
         self._time_left.add_step(seconds)
         self._steps_here += 1
         if self._steps_here == PACE_AFTER and progress.step < self.steps:
-            print(f"pace: {seconds:.2f} s a step, about {self._left()} to go", flush=True)
+            self._say(f"pace: {seconds:.2f} s a step, about {self._left()} to go")
 
-    def _log(self, metrics: MetricsWriter) -> None:
+    def _judge(self, report: StepReport, first_sample: int) -> None:
+        """Tell of a step that was skipped, or whose loss jumped, and note it for the log."""
+        progress, skip = self.progress, report.skipped
+        if skip is not None:
+            progress.skipped += 1
+            samples = None if skip.rows is None else [first_sample + row for row in skip.rows]
+            where = f", samples {samples[0]} to {samples[1] - 1} of the run" if samples else ""
+            self._say(f"step {progress.step}: skipped: {skip}{where}; {progress.skipped} skipped so far")
+            event = {"micro_batch": skip.micro_batch, "samples": samples, "capacity": skip.capacity}
+            progress.events.append({"kind": "skip", **event, "parameters": list(skip.parameters[:8])})
+            return
+        loss = report.loss_by_capacity.get(budget_label(FULL, self.config.elastic), report.loss)
+        expected = progress.spikes.add(loss)
+        if expected is not None:
+            self._say(
+                f"step {progress.step}: the loss jumped to {loss:.4f} from about {expected:.4f} (gradient norm "
+                f"{report.grad_norm:.2f}, from sample {first_sample} of the run on)"
+            )
+            figures = {"loss": loss, "expected": expected, "grad_norm": report.grad_norm}
+            progress.events.append({"kind": "spike", **figures, "first_sample": first_sample})
+
+    def _say(self, text: str) -> None:
+        if self.mesh.is_first:
+            print(text, flush=True)
+
+    def _log(self, metrics: MetricsWriter | None) -> None:
         record = {**self.progress.window.take(), "tokens": self.progress.tokens}
-        metrics.step(self.progress.step, record)
-        print(progress_line(self.progress.step, self.steps, record, self._left()), flush=True)
+        if self.mesh.world > 1:
+            record["ranks"] = self.engine.times.take()
+        if metrics is not None:
+            metrics.step(self.progress.step, record)
+        self._say(progress_line(self.progress.step, self.steps, record, self._left()))
 
-    def _validate(self, metrics: MetricsWriter) -> None:
+    def _validate(self, metrics: MetricsWriter | None) -> None:
         begin = time.perf_counter()
         losses = {}
         for tier in self.config.training.validation_tiers:
@@ -252,15 +336,17 @@ class Run:
                     f"step {self.progress.step}: validation loss of {tier} is {loss}; the last checkpoint, "
                     f"{self.checkpoint}, is of before this step"
                 )
-        metrics.validation(self.progress.step, losses)
+        if metrics is not None:
+            metrics.validation(self.progress.step, losses)
         seconds = time.perf_counter() - begin
         self._time_left.add_overhead(seconds)
-        print(f"validation after step {self.progress.step} ({format_duration(seconds)}):")
-        print(validation_table(self.config, self.tiers, losses), flush=True)
+        self._say(f"validation after step {self.progress.step} ({format_duration(seconds)}):")
+        self._say(validation_table(self.config, self.tiers, losses))
 
-    def _save(self, metrics: MetricsWriter) -> None:
+    def _save(self, metrics: MetricsWriter | None) -> None:
         begin = time.perf_counter()
-        metrics.sync()  # first, so that no line that the checkpoint counts as logged can be missing
+        if metrics is not None:
+            metrics.sync()  # first, so that no line that the checkpoint counts as logged can be missing
         values = {
             "stage": self.stage,
             "step": self.progress.step,
@@ -272,29 +358,32 @@ class Run:
             "engine": self.engine.state_values(),
             "source": self.source,
         }
-        self.checkpoint = save_checkpoint(
-            self.folder.checkpoints,
-            self.progress.step,
-            self.engine.state_tensors(),
-            values,
-            keep_last=self.config.checkpoint.keep_last,
-        )
+        self.writer.save(self.progress.step, engine_pieces(self.engine), values)
+        if self.mesh.device.type == "cpu":  # the same cores would write and train
+            self._tell(self.writer.wait())
         self._saved_step = self.progress.step
-        seconds = time.perf_counter() - begin
-        self._time_left.add_overhead(seconds)
-        print(f"saved {self.checkpoint} ({format_duration(seconds)})", flush=True)
+        self._time_left.add_overhead(time.perf_counter() - begin)
+
+    def _tell(self, done: list[Saved]) -> None:
+        """Say which saves have come to their end."""
+        for saved in done:
+            self.checkpoint = saved.path
+            self._say(f"saved {saved.path} ({format_duration(saved.seconds)})")
 
     def _left(self) -> str:
         return format_duration(self._time_left.seconds(self.steps - self.progress.step))
 
 
-def _find_saved(config: RunConfig, stage: Stage, initial: Path | None, folder: RunFolder) -> Saved | None:
+def _find_saved(
+    config: RunConfig, stage: Stage, initial: Path | None, folder: RunFolder, mesh: Mesh
+) -> Found | None:  # fmt: skip
     """The newest checkpoint in `folder`, held to belong to this very run; None in a new folder."""
-    path = folder.newest_checkpoint()
+    damaged: list[str] = []
+    path = folder.newest_checkpoint(mesh, damaged)
     if path is None:
         return None
-    tensors, values = load_checkpoint(path)
+    values = read_values(path)
     refuse_another_run(path, values, config, stage)
-    if stage == "refine":
+    if stage == "refine" and mesh.is_first:
         check_source(initial, values["source"], folder.path)
-    return Saved(path, tensors, values)
+    return Found(path, values, damaged)

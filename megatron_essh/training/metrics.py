@@ -1,8 +1,9 @@
 """What a run reports: a progress line, a validation table, TensorBoard scalars and metrics.jsonl.
 
 metrics.jsonl holds one JSON object a line: {"kind": "step", "step": 20, "loss": ...} for a progress line and
-{"kind": "validation", "step": 20, "loss_by_tier": {...}} for a validation. A resumed run drops what came after
-the checkpoint that it continues from, so no step appears twice. Knows nothing of models.
+{"kind": "validation", "step": 20, "loss_by_tier": {...}} for a validation; a step that was skipped ("skip") or whose
+loss jumped ("spike") has a line of its own. A resumed run drops what came after the checkpoint that it continues from,
+so no step appears twice. Of a run on many ranks the first one writes. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_essh.files import write_atomically
-from megatron_essh.training.engine import StepReport
 from megatron_essh.training.event_file import EventFile
+from megatron_essh.training.step_sums import StepReport
 
 _CAPACITY = "capacity "
+_PART = "part "
+_RANKS = ("communication_share", "waiting_share", "slowest_pace")
+"""What progress records of several ranks tell of them, as TensorBoard shows it."""
 
 
 class ProgressWindow:
@@ -34,34 +38,41 @@ class ProgressWindow:
         self._last: dict[str, float] = {}
 
     def add(self, report: StepReport, seconds: float) -> None:
-        """Count one step that took `seconds`."""
+        """Count one step that took `seconds`; of a skipped one, that it was, its tokens and its time."""
         terms = {
-            "loss": report.loss,
             "full_share": report.full_slots / report.slots,
             "tokens": report.tokens,
             "seconds": seconds,
-            **{_CAPACITY + label: loss for label, loss in report.loss_by_capacity.items()},
+            "skipped": float(report.skipped is not None),
         }
-        if report.divergence is not None:
-            terms["divergence"] = report.divergence
+        if report.skipped is None:
+            terms["loss"] = report.loss
+            terms |= {_CAPACITY + label: loss for label, loss in report.loss_by_capacity.items()}
+            terms |= {_PART + part: norm for part, norm in report.grad_norm_by_part.items()}
+            if report.divergence is not None:
+                terms["divergence"] = report.divergence
+            self._last["grad_norm"] = report.grad_norm
         for name, value in terms.items():
             self._sums[name] = self._sums.get(name, 0.0) + value
             self._counts[name] = self._counts.get(name, 0) + 1
-        self._last = {"learning_rate": report.learning_rate, "grad_norm": report.grad_norm}
+        self._last["learning_rate"] = report.learning_rate
 
     def take(self) -> dict[str, Any]:
         """The window's record, as metrics.jsonl holds it less kind and step; the window is empty afterwards.
 
-        Losses and the full share are means over the steps (those in which the capacity took part), learning
-        rate and gradient norm the last step's.
+        Losses, gradient norms of parts and the full share are means over the steps (those in which the capacity took
+        part), learning rate and gradient norm the last step's. What only skipped steps could tell is None.
         """
         means = {name: total / self._counts[name] for name, total in self._sums.items()}
         labels = (name.removeprefix(_CAPACITY) for name in means if name.startswith(_CAPACITY))
         record = {
-            "loss": means["loss"],
+            "loss": means.get("loss"),
             "loss_by_capacity": {label: means[_CAPACITY + label] for label in sorted(labels, key=_widest_first)},
             "divergence": means.get("divergence"),
-            **self._last,
+            "learning_rate": self._last["learning_rate"],
+            "grad_norm": self._last.get("grad_norm"),
+            "grad_norm_by_part": {n.removeprefix(_PART): v for n, v in means.items() if n.startswith(_PART)},
+            "skipped_steps": int(self._sums.get("skipped", 0)),
             "full_share": means["full_share"],
             "tokens_per_second": self._sums["tokens"] / max(self._sums["seconds"], 1e-9),
         }
@@ -113,12 +124,22 @@ class MetricsWriter:
     def step(self, step: int, record: Mapping[str, Any]) -> None:
         """Log a progress window's record after `step` steps."""
         self._line({"kind": "step", "step": step, **record})
-        for name in ("loss", "learning_rate", "grad_norm", "tokens_per_second", "full_share", "divergence"):
+        for name in (
+            "loss", "learning_rate", "grad_norm", "tokens_per_second", "full_share", "divergence", "skipped_steps",
+        ):  # fmt: skip
             if record[name] is not None:
                 self._board.scalar(f"train/{name}", record[name], step)
-        for label, loss in record["loss_by_capacity"].items():
-            self._board.scalar(f"train/loss_by_capacity/{label}", loss, step)
+        for group in ("loss_by_capacity", "grad_norm_by_part"):
+            for label, value in record[group].items():
+                self._board.scalar(f"train/{group}/{label}", value, step)
+        if record.get("ranks"):
+            for name in _RANKS:
+                self._board.scalar(f"ranks/{name}", record["ranks"][name], step)
         self._board.flush()
+
+    def event(self, step: int, kind: str, record: Mapping[str, Any]) -> None:
+        """Log something that befell `step`."""
+        self._line({"kind": kind, "step": step, **record})
 
     def validation(self, step: int, loss_by_tier: Mapping[str, float]) -> None:
         """Log the mean loss of each tier after `step` steps."""
@@ -173,15 +194,26 @@ def _widest_first(label: str) -> tuple[bool, int, str]:
 def progress_line(step: int, steps: int, record: Mapping[str, Any], left: str) -> str:
     """One line: step, loss, loss per capacity, learning rate, gradient norm, throughput, time `left`."""
     capacities = " ".join(f"{label} {loss:.3f}" for label, loss in record["loss_by_capacity"].items())
-    parts = [f"step {step:>{len(str(steps))}}/{steps}", f"loss {record['loss']:.4f} ({capacities})"]
+    parts = [f"step {step:>{len(str(steps))}}/{steps}"]
+    if record["loss"] is None:
+        parts.append("every step skipped")
+    else:
+        parts.append(f"loss {record['loss']:.4f} ({capacities})")
+        if record["skipped_steps"]:
+            parts.append(f"{record['skipped_steps']} skipped")
     if record["divergence"] is not None:
         parts.append(f"divergence {record['divergence']:.4f}")
-    parts += [
-        f"lr {record['learning_rate']:.2e}",
-        f"grad norm {record['grad_norm']:.2f}",
-        f"{record['tokens_per_second']:,.0f} tokens/s",
-        f"{left} left",
-    ]
+    parts.append(f"lr {record['learning_rate']:.2e}")
+    if record["grad_norm"] is not None:
+        parts.append(f"grad norm {record['grad_norm']:.2f}")
+    parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
+    ranks = record.get("ranks")
+    if ranks:
+        parts.append(
+            f"reducing {ranks['communication_share']:.1%} waiting {ranks['waiting_share']:.1%} "
+            f"rank {ranks['slowest_rank']} slowest x{ranks['slowest_pace']:.2f}"
+        )
+    parts.append(f"{left} left")
     return "  ".join(parts)
 
 

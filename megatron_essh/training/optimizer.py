@@ -6,6 +6,7 @@ NVIDIA's apex provides the fused update where it is installed; elsewhere PyTorch
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -80,14 +81,22 @@ def updates_done(optimizer: torch.optim.Optimizer) -> int:
     return max((int(group.get("step", 0)) for group in optimizer.param_groups), default=0)
 
 
-def load_moments(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], updates: int) -> None:
-    """Put back what `named_moments` and `updates_done` gave."""
-    for name, parameter in model.named_parameters():
+def make_moments(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
+    """Make the moments of the optimizer's `parameters`, zero, that are not there before the first update."""
+    parameters = list(parameters)
+    for parameter in parameters:
         state = optimizer.state[parameter]
         for moment in MOMENTS:
-            state[moment] = tensors[f"{moment}.{name}"].to(parameter.device).clone()
-        if isinstance(optimizer, torch.optim.AdamW):
-            state["step"] = torch.tensor(float(updates), device=parameter.device)
-    if not isinstance(optimizer, torch.optim.AdamW):  # apex counts in the group
+            if moment not in state:
+                state[moment] = torch.zeros_like(parameter, requires_grad=False)
+    set_updates(optimizer, parameters, updates_done(optimizer))
+
+
+def set_updates(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], updates: int) -> None:
+    """Say how many updates the moments of the optimizer's `parameters`, which are all, are of."""
+    if isinstance(optimizer, torch.optim.AdamW):
+        for parameter in parameters:
+            optimizer.state[parameter]["step"] = torch.tensor(float(updates), device=parameter.device)
+    else:  # apex counts in the group
         for group in optimizer.param_groups:
             group["step"] = updates

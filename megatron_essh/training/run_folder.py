@@ -16,6 +16,7 @@ import yaml
 from megatron_essh.config import RunConfig, config_from_mapping, config_to_mapping
 from megatron_essh.errors import UserError
 from megatron_essh.files import write_atomically
+from megatron_essh.parallel.mesh import Mesh
 from megatron_essh.training.checkpoint import checkpoint_steps, find_checkpoint, remove_unfinished
 
 MAY_CHANGE = (
@@ -80,14 +81,25 @@ class RunFolder:
     ) -> None:
         os.close(self._lock)
 
-    def newest_checkpoint(self) -> Path | None:
+    def newest_checkpoint(self, mesh: Mesh | None = None, damaged: list[str] | None = None) -> Path | None:
         """The checkpoint to continue from, None in a new folder; clears what a killed save left.
+
+        Args:
+            mesh: the run's ranks, which look for it together.
+            damaged: filled, on the first rank, with what is wrong with newer ones.
 
         Raises:
             UserError: there are checkpoints, but not one is whole.
         """
-        remove_unfinished(self.checkpoints)
-        found = find_checkpoint(self.checkpoints)
+        if mesh is None or mesh.is_first:
+            remove_unfinished(self.checkpoints)
+
+        def tell(damage: str) -> None:
+            print(f"warning: skipping a damaged checkpoint: {damage}", file=sys.stderr, flush=True)
+            if damaged is not None:
+                damaged.append(damage)
+
+        found = find_checkpoint(self.checkpoints, mesh, on_damage=tell)
         if found is None and checkpoint_steps(self.checkpoints):
             raise UserError(
                 f"{self.checkpoints}: every checkpoint is damaged; restore one or remove them to start over"

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -123,7 +128,7 @@ def test_several_keys_are_read_from_one_line(tmp_path: Path) -> None:
         (b'"text"', r"line 301: expected a JSON object, found str"),
         (b'{"content": "x", "id": 3}', r"line 301: no key 'text'; it has 'content', 'id'; see --json-keys"),
         (b"{}", r"line 301: no key 'text'; it has none"),
-        (b'{"text": 5}', r"line 301: text: expected text or a list of texts, got '5'"),
+        (b'{"text": 5}', r"line 301: text: expected text or a list of texts, got 5"),
         (b'{"text": null}', r"line 301: text: expected text"),
         (b'{"text": ["a", 1]}', r"line 301: text: expected text"),
         (b'{"text": "\xff"}', r"line 301: not UTF-8 text at byte 10 \(0xff\)"),
@@ -153,3 +158,64 @@ def test_text_that_is_not_utf8_is_refused_or_replaced_on_request(tmp_path: Path)
     with pytest.raises(UserError, match=r"latin\.txt: not UTF-8 text at byte 2 \(0xef\)"):
         texts_of([path])
     assert texts_of([path], encoding_errors="replace") == [["na\ufffdve"]]
+
+
+def without_overriding(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+    """Run `code`, with `folder` as its argument, held to permission bits even as the superuser."""
+    command = [sys.executable, "-c", code, str(folder)]
+    if os.geteuid() == 0:
+        if shutil.which("setpriv") is None:
+            pytest.skip("the superuser reads everything, and setpriv is not there to give that up")
+        less = "-dac_override,-dac_read_search"
+        command = ["setpriv", f"--bounding-set={less}", f"--inh-caps={less}", *command]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+FIND = """
+import sys
+from pathlib import Path
+from megatron_essh.data.documents import find_files
+from megatron_essh.data.pair_files import find_pairs
+from megatron_essh.errors import UserError
+for find in (find_files, find_pairs):
+    for given in ("in", "in/**/*", "in/**", "*/*/*", "in/sh*/*.idx"):
+        try:
+            print(find([sys.argv[1] + "/" + given]))
+        except UserError as error:
+            print(error)
+"""
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error_and_not_an_empty_one(tmp_path: Path) -> None:
+    make(tmp_path, "in/a.idx", "in/a.bin", "in/shut/b.idx", "in/shut/b.bin")
+    (tmp_path / "in/shut").chmod(0)
+    try:
+        done = without_overriding(tmp_path, FIND)
+    finally:
+        (tmp_path / "in/shut").chmod(0o755)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 10
+    for line in lines:
+        assert re.match(rf"{tmp_path}/in/shut/?: cannot be listed: Permission denied; change its permissions", line)
+
+
+def test_links_to_folders_are_followed_and_a_folder_reached_twice_is_refused(tmp_path: Path) -> None:
+    make(tmp_path, "in/a.txt", "elsewhere/b.txt")
+    (tmp_path / "in/link").symlink_to(tmp_path / "elsewhere")
+    assert names(find_files([str(tmp_path / "in")]), tmp_path) == ["in/a.txt", "in/link/b.txt"]
+    (tmp_path / "elsewhere/round").symlink_to(tmp_path / "in")
+    with pytest.raises(UserError, match="are the same folder; remove the link"):
+        find_files([str(tmp_path / "in")])
+
+
+@pytest.mark.parametrize("given_", ["in", "in/*"])
+def test_what_is_no_file_in_a_folder_is_refused(tmp_path: Path, given_: str) -> None:
+    make(tmp_path, "in/a.txt")
+    (tmp_path / "in/part_2.txt").symlink_to(tmp_path / "unmounted/part_2.txt")
+    with pytest.raises(UserError, match=r"--input: .*/in/part_2\.txt: a link to nothing; remove it"):
+        find_files([str(tmp_path / given_)])
+    (tmp_path / "in/part_2.txt").unlink()
+    os.mkfifo(tmp_path / "in/pipe")
+    with pytest.raises(UserError, match=r"--input: .*/in/pipe: neither a file nor a folder; remove it"):
+        find_files([str(tmp_path / given_)])

@@ -58,3 +58,10 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UserError, match=r"file/x\.tmp: cannot be written: .*; check the folder"):
         StagedFile(tmp_path / "file" / "x")
+
+
+def test_a_folder_in_the_place_of_the_file_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    with pytest.raises(UserError, match=r"/x: a folder has this name; remove it"):
+        StagedFile(tmp_path / "x")
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]

@@ -364,3 +364,13 @@ def test_twenty_kills_leave_no_partial_pair_and_the_next_run_finishes(write_pair
     done = merge(0)
     assert done.returncode == 0, done.stderr
     assert {path.name: path.read_bytes() for path in tmp_path.glob("out*")} == good
+
+
+def test_a_pair_and_its_validation_pair_are_not_merged(write_pair: Write, tmp_path: Path) -> None:
+    for name in ("c_0_of_2_text_document", "c_0_of_2_text_validation", "c_1_of_2_text_document"):
+        write_pair([[1]], name)
+    with pytest.raises(UserError, match=r"c_0_of_2_text_validation: the validation pair of .*0_of_2_text_document, "):
+        merge_pairs(find_pairs([str(tmp_path)]), tmp_path / "out", silent)
+    assert not list(tmp_path.glob("out*"))
+    merge_pairs(find_pairs([str(tmp_path / "*_document.idx")]), tmp_path / "out", silent)
+    assert IndexedDataset(tmp_path / "out").documents == 2

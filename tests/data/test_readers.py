@@ -281,3 +281,11 @@ def test_a_folder_of_all_formats_becomes_one_pair_whatever_the_workers(tmp_path:
         dataset = IndexedDataset(pair.prefix)
         assert [dataset.document(i).tolist() for i in range(dataset.documents)] == expected
         assert lines[-1].startswith("63 documents")
+
+
+def test_the_index_of_a_pair_is_not_taken_for_text(tmp_path: Path) -> None:
+    (tmp_path / "notes.idx").write_text("an index of another kind")
+    check_readable(find_files([str(tmp_path)]))
+    (tmp_path / "a.idx").write_bytes(b"MMIDIDX\0\0" + bytes(25))
+    with pytest.raises(UserError, match=r"--input: .*/a\.idx: the index of a token pair, and no text; keep pairs"):
+        check_readable(find_files([str(tmp_path)]))

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from megatron_essh.config import load_config
-from megatron_essh.elastic.ffn_order import UnitStatistics, orders_after, unit_order
+from megatron_essh.elastic.ffn_order import UnitStatistics, orders_after, unit_order, unit_scores
 
 MODEL = replace(
     load_config(Path(__file__).parents[2] / "configs" / "models" / "dna.yaml").model, n_layers=2, ff_width=64
@@ -33,8 +33,8 @@ def test_statistics_are_one_mean_a_step_however_the_step_is_cut():
 def test_order_is_by_activation_times_column_norm_and_keeps_ties():
     mean_square = torch.tensor([1.0, 4.0, 1.0, 0.0, 2.0])
     down = torch.tensor([[2.0, 0.0], [1.0, 0.0], [0.0, 2.0], [9.0, 9.0], [1.0, 1.0]])  # scores 4 4 4 0 4
-    assert unit_order(mean_square, down).tolist() == [0, 1, 2, 4, 3]
-    assert unit_order(torch.tensor([1.0, 3.0, 2.0]), torch.ones(3, 2)).tolist() == [1, 2, 0]
+    assert unit_order(unit_scores(mean_square, down)).tolist() == [0, 1, 2, 4, 3]
+    assert unit_order(unit_scores(torch.tensor([1.0, 3.0, 2.0]), torch.ones(3, 2))).tolist() == [1, 2, 0]
 
 
 def test_ordering_comes_every_interval_but_not_at_the_start_nor_late():

@@ -194,9 +194,10 @@ def test_another_tokenizer_than_the_recorded_one_is_refused(run, tmp_path):
     reference = open_tensors(run.folder)[2].tokenizer
     other = tmp_path / "tokenizer.json"
     vocabulary = {"<|endoftext|>": 0, "a": 1}
-    other.write_text(
-        json.dumps({"version": "1.0", "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "a"}})
-    )
+    end = {"id": 0, "content": "<|endoftext|>", "special": True}
+    end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    model = {"type": "BPE", "vocab": vocabulary, "merges": []}
+    other.write_text(json.dumps({"version": "1.0", "added_tokens": [end], "model": model}))
     given = TokenizerConfig(type="huggingface", model=str(other))
     with pytest.raises(UserError, match="not the tokenizer that the model was trained with"):
         open_tokenizer(reference, given, entries=264)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytest.importorskip("triton", reason="Triton is for Linux on x86-64")
 
 from megatron_essh.ops.selective_scan import ModalTables  # noqa: E402
+from megatron_essh.ops.selective_scan import triton as selective_scan_triton  # noqa: E402
 from megatron_essh.ops.selective_scan.reference import chunked_scan, controls  # noqa: E402
 from megatron_essh.ops.selective_scan.triton import triton_scan  # noqa: E402
 
@@ -26,6 +28,27 @@ HUGE = 80.0  # a clock that empties the state
 NAMES = ("z", "leaving state", "raw", "entering state", *ModalTables._fields)
 OUTPUT_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.004}
 GRADIENT_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.005}
+
+if DEVICE == "cpu":
+    # The interpreter keeps bf16 blocks as their bits, which it would multiply, and cuts fp32 off to bf16.
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def dot(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, d: TensorHandle, *_: object) -> TensorHandle:
+        one, other = (
+            (x.data.astype(np.uint32) << 16).view(np.float32) if x.data.dtype == np.uint16 else x.data for x in (a, b)
+        )
+        return TensorHandle(one @ other + d.data, d.dtype.scalar)
+
+    def round_off(self: InterpreterBuilder, x: TensorHandle, to: tl.dtype) -> TensorHandle:
+        if to.scalar != tl.bfloat16:
+            return self.cast_impl(x, to)
+        bits = x.data.astype(np.float32).view(np.uint32)
+        rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        return TensorHandle(rounded.astype(np.uint16), to.scalar)
+
+    InterpreterBuilder.create_dot, InterpreterBuilder.create_fp_trunc = dot, round_off
 
 Case = tuple[Tensor, ModalTables, Tensor]
 
@@ -50,8 +73,10 @@ def random_case(
     return raw.to(DEVICE, dtype), tables, normal(b, k, m, 2, p).to(DEVICE)
 
 
-def random_layout(batch: int, length: int, *, documents: bool, pads: bool) -> tuple[Tensor | None, Tensor | None]:
-    generator = torch.Generator().manual_seed(length)
+def random_layout(
+    batch: int, length: int, *, documents: bool, pads: bool, seed: int | None = None
+) -> tuple[Tensor | None, Tensor | None]:
+    generator = torch.Generator().manual_seed(length if seed is None else seed)
     numbers = (torch.rand((batch, length), generator=generator) < 0.06).long().cumsum(1)
     valid = torch.rand((batch, length), generator=generator) < 0.7
     return numbers.to(DEVICE) if documents else None, valid.to(DEVICE) if pads else None
@@ -163,6 +188,17 @@ def test_neutral_gates_follow_the_reference(pads):
     assert_follows_the_reference(random_case((1, 40, 2, 8, 14)), *layout, neutral_gates=True)
 
 
+@pytest.mark.parametrize("marked", [False, True])
+def test_many_chunks_are_scanned_in_segments(marked, monkeypatch):
+    monkeypatch.setattr(selective_scan_triton, "_SEGMENTED_FROM", 3)
+    monkeypatch.setattr(selective_scan_triton, "_SEGMENT_CHUNKS", 2)
+    layout = random_layout(1, 300, documents=marked, pads=marked)
+    raw, tables, state = random_case((1, 300, 2, 4, 8), huge=0.002 if marked else 0.0)
+    raw[..., -4:] -= 4  # what is written in one segment is still there in the next but one
+    tables = tables._replace(rho_raw=tables.rho_raw - 4)
+    assert_follows_the_reference((raw, tables, state), *layout)
+
+
 @pytest.mark.parametrize("decay", [4.6, 6.2, 6.3, 30.0])
 def test_steep_decays_are_finite_and_right_on_either_side_of_the_anchor_limit(decay):
     """16 rows of 6.25 are the limit of one anchor; beyond, the exact form takes over."""
@@ -189,6 +225,57 @@ def test_what_is_written_under_a_huge_clock_reaches_the_next_token_at_full_stren
     carried = (read[at + 1] * write[at] * torch.exp(-decay[at + 1]) * response).sum() * value[at]
     own = ((1 - tables.zero_lag[0]) * kc * read[at + 1] * write[at + 1]).sum() * value[at + 1]
     assert torch.allclose(z[0, at + 1, 0].double(), carried + own, rtol=1e-5, atol=1e-5)
+
+
+# -- packed documents ------------------------------------------------------------------------------------------------
+
+
+def exact_chunks(case: Case, documents: Tensor) -> Tensor:
+    """[B, K, N]: the chunks that the forward pass left to the exact form."""
+    z, _ = scan(case[0].clone().requires_grad_(), case[1], case[2], documents)
+    return z.grad_fn.saved_tensors[3].bool()
+
+
+def test_document_starts_leave_a_tile_in_the_anchored_form_and_huge_clocks_do_not():
+    raw, tables, state = random_case((1, 130, 2, 4, 8))
+    documents = torch.arange(130, device=DEVICE)[None] // 3  # a cut in every tile
+    raw[0, 96, 0, -4:] = HUGE  # the first row of a document: nothing is carried into it to decay
+    assert not exact_chunks((raw, tables, state), documents).any()
+    raw[0, 97, 1, -4:] = 2 * HUGE
+    assert exact_chunks((raw, tables, state), documents).nonzero().tolist() == [[0, 1, 1]]
+
+
+@pytest.mark.parametrize("huge", [0.0, 0.02])
+def test_packed_documents_are_the_documents_one_by_one(huge):
+    raw, tables, state = random_case((1, 150, 2, 4, 8), huge=huge)
+    lengths = [1, 15, 16, 1, 2, 31, 70, 14]  # at a tile's first and last rows, two and more in a tile, over a chunk
+    documents = torch.repeat_interleave(torch.arange(8), torch.tensor(lengths))[None].to(DEVICE)
+    raw.requires_grad_()
+    z, leaving = scan(raw, tables, state, documents)
+    (whole,) = torch.autograd.grad(z.sin().sum() + leaving.sin().sum(), raw)
+    entering, alone = state, []
+    for part in raw.split(lengths, dim=1):
+        one, left = scan(part, tables, entering)
+        alone.append(one)
+        entering = torch.zeros_like(state)
+    assert torch.linalg.vector_norm(left - leaving) <= 1e-5 * torch.linalg.vector_norm(left)
+    (parts,) = torch.autograd.grad(sum(one.sin().sum() for one in alone) + left.sin().sum(), raw)
+    for one, other in ((z, torch.cat(alone, dim=1)), (whole, parts)):
+        assert torch.linalg.vector_norm(one - other) <= 1e-5 * torch.linalg.vector_norm(other)
+
+
+def test_what_stands_before_a_cut_reaches_no_bit_behind_it_and_the_cuts_own_clock_gets_no_gradient():
+    raw, tables, state = random_case((1, 90, 2, 4, 8))
+    documents = (torch.arange(90, device=DEVICE) >= 70).long()[None]
+    other = raw.clone()
+    other[:, :70, :, :8] *= 1000
+    (z, leaving), (z_other, leaving_other) = (scan(x, tables, state, documents) for x in (raw, other))
+    assert not torch.equal(z[:, :70], z_other[:, :70])
+    assert torch.equal(z[:, 70:], z_other[:, 70:])
+    assert torch.equal(leaving, leaving_other)
+    d_raw = values_and_gradients((raw, tables, state), documents)[2]
+    assert (d_raw[0, 70, :, -4:] == 0).all()
+    assert (d_raw[0, [69, 71], :, -4:] != 0).all()
 
 
 # -- pads, states, views ---------------------------------------------------------------------------------------------
@@ -246,6 +333,15 @@ def test_gradients_are_the_same_bits_every_time():
         assert torch.equal(one, other)
 
 
+# -- launch options --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("width", "options"), [(64, {"num_warps": 1, "maxnreg": 128}), (112, {"num_warps": 2})])
+def test_a_limit_of_no_registers_is_kept_from_the_launch(width, options):
+    size = selective_scan_triton._Layout.of(torch.empty(1, 1, 1, width + 24, device=DEVICE), 8)
+    assert selective_scan_triton._tuning("outputs", size) == options | {"num_stages": 1}
+
+
 # -- on a GPU alone --------------------------------------------------------------------------------------------------
 
 
@@ -258,6 +354,27 @@ def test_every_width_and_count_of_modes_at_every_odd_length(width, modes, dtype)
         assert_follows_the_reference(random_case((2, length, 3, modes, width), dtype, seed=length))
     layout = random_layout(2, 2049, documents=True, pads=True)
     assert_follows_the_reference(random_case((2, 2049, 3, modes, width), dtype, huge=0.01), *layout)
+
+
+@pytest.mark.gpu
+def test_a_thousand_random_calls_follow_the_reference():
+    """Any batch, length, channels, prefix of wider channels, marks and clocks, in three kinds: few to compile."""
+    random = Random(0)
+    for number in range(1000):
+        width, modes, dtype = random.choice([(8, 4, torch.float32), (28, 8, torch.bfloat16), (64, 8, torch.bfloat16)])
+        shape = (random.randint(1, 3), random.randint(1, random.choice([20, 80, 300])), 8, modes, width)
+        raw, tables, state = random_case(shape, dtype, huge=random.choice([0.0, 0.0, 0.01, 0.2]), seed=number)
+        channels, start = random.randint(1, 7), random.randint(0, min(1, shape[1] - 1))
+        case = raw[:, start:, :channels], ModalTables(*(table[:channels] for table in tables)), state[:, :channels]
+        documents, valid = random_layout(shape[0], shape[1] - start, documents=True, pads=True, seed=number)
+        if random.random() < 0.5:
+            documents = torch.zeros_like(documents)
+        if random.random() < 0.5:
+            valid = torch.ones_like(valid)
+        try:
+            assert_follows_the_reference(case, documents, valid)
+        except AssertionError as error:
+            raise AssertionError(f"call {number}, {tuple(case[0].shape)}, {dtype}: {error}") from error
 
 
 @pytest.mark.gpu
@@ -285,18 +402,24 @@ from triton.compiler import ASTSource
 from megatron_essh.ops.selective_scan import triton_backward, triton_forward
 
 TYPES = dict.fromkeys(("raw", "z", "dz", "d_raw"), "*bf16") | dict.fromkeys(("marks", "exact"), "*i32")
-TYPES |= dict.fromkeys(("length", "chunks", "channels", "stride_b", "stride_t", "stride_k"), "i32") | {"eps": "fp32"}
-CONSTANTS = dict(P=28, M=8, WIDTH=32, MODES=8, ALIGN=4, NEUTRAL=False, HAS_MARKS=True, PRECISION="tf32", BLOCK=128)
+TYPES |= {"numbers": "*i64", "valid": "*i1"}
+TYPES |= dict.fromkeys(triton_forward.SIZES, "i32") | {"eps": "fp32"}
+CONSTANTS = dict(P=28, M=8, WIDTH=32, MODES=8, ALIGN=4, NEUTRAL=False, HAS_MARKS=True, SPLIT=True, BLOCK=128)
+CONSTANTS |= dict(HAS_NUMBERS=True, HAS_VALID=True)
 KERNELS = [
+    (triton_forward.tables_kernel, {}),
+    (triton_forward.marks_kernel, {}),
     (triton_forward.chunk_states_kernel, {}),
-    (triton_forward.state_scan_kernel, {"REVERSE": False}),
-    (triton_forward.state_scan_kernel, {"REVERSE": True}),
+    (triton_forward.state_scan_kernel, {"REVERSE": False, "SUMMARY": False}),
+    (triton_forward.state_scan_kernel, {"REVERSE": True, "SUMMARY": False}),
+    (triton_forward.state_scan_kernel, {"REVERSE": True, "SUMMARY": True}),
+    (triton_forward.segment_scan_kernel, {"REVERSE": True}),
     (triton_forward.outputs_kernel, {"EXACT": False}),
     (triton_forward.outputs_kernel, {"EXACT": True}),
     (triton_backward.state_gradients_kernel, {}),
-    (triton_backward.tile_boundaries_kernel, {}),
     (triton_backward.input_gradients_kernel, {"EXACT": False}),
     (triton_backward.input_gradients_kernel, {"EXACT": True}),
+    (triton_backward.table_gradients_kernel, {}),
 ]
 for kernel, chosen in KERNELS:
     constants = {name: x for name, x in (CONSTANTS | chosen).items() if name in kernel.arg_names}
@@ -319,4 +442,4 @@ def test_every_kernel_compiles_ahead_of_time(capability, tmp_path):
         [sys.executable, str(script), str(capability)], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len(done.stdout.splitlines()) == 9
+    assert len(done.stdout.splitlines()) == 13

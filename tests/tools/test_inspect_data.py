@@ -87,3 +87,15 @@ def test_a_pair_without_a_sidecar_needs_its_tokenizer_named(byte_pair: Any, comm
     assert "no sidecar records its tokenizer; give --tokenizer-type" in done.stderr
     done = command(TOOL, byte_pair.prefix, "--document", 0, "--tokenizer-type", "byte")
     assert done.stdout == byte_pair.texts[0] + "\n"
+
+
+def test_the_sidecar_of_another_pair_is_never_shown_as_this_ones(
+    write_byte_pair: Callable[..., Any], command: Command
+) -> None:
+    pair, other = write_byte_pair(["one", "two"], "a").prefix, write_byte_pair(["three"], "b").prefix
+    Path(f"{pair}.json").write_bytes(Path(f"{other}.json").read_bytes())
+    for more in ([], ["--json"], ["--document", "0"]):
+        done = command(TOOL, pair, *more)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert f"error: {pair}.json: describes another pair than {pair}.bin; remove it" in done.stderr
+        assert "257" not in done.stdout

@@ -212,7 +212,7 @@ def test_an_export_that_was_moved_generates_by_itself(write_run, tiny_config, tm
 
 def test_a_tokenizer_that_is_not_there_is_told_and_left_out(write_run, tiny_config, tmp_path, command):
     (tmp_path / "words.json").write_text(
-        json.dumps({"version": "1.0", "model": {"type": "WordLevel", "vocab": {"</s>": 0, "a": 1}, "unk_token": "a"}})
+        json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": {"</s>": 0, "a": 1}, "merges": []}})
     )
     named = TokenizerConfig(type="huggingface", model=str(tmp_path / "words.json"))
     run = write_run(config=replace(tiny_config, data=replace(tiny_config.data, tokenizer=named)))

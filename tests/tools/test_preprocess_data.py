@@ -159,7 +159,7 @@ def test_an_unreadable_document_is_told_and_strict_refuses_it(tmp_path: Path) ->
     (tmp_path / "in" / "a.jsonl").write_text('{"text": "x"}\n{"text": 3}\n\n{"text": ""}\n')
     done = subprocess.run(arguments(tmp_path), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert f"skipped: {tmp_path}/in/a.jsonl: line 2: text: expected text or a list of texts, got '3'" in done.stdout
+    assert f"skipped: {tmp_path}/in/a.jsonl: line 2: text: expected text or a list of texts, got 3" in done.stdout
     assert "1 documents skipped" in done.stdout
     assert "2 documents (1 empty), 1 tokens" in done.stdout
     done = subprocess.run(arguments(tmp_path, "--strict"), capture_output=True, text=True)
@@ -187,3 +187,66 @@ def test_two_runs_to_one_output_are_told_apart(corpus: Path) -> None:
         assert second.returncode == 2
         assert f"{prefix}.bin.tmp: another run is writing this file" in second.stderr
     assert IndexedDataset(prefix).flat.tolist() == [1, 2]
+
+
+def test_a_file_name_that_is_not_utf8_is_recorded_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    name = os.fsencode(tmp_path / "in") + b"/caf\xe9.jsonl"
+    with open(name, "wb") as file:
+        file.write(b'{"text": "a"}\n')
+    done = subprocess.run(arguments(tmp_path), capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    recorded = json.loads((tmp_path / "out" / "x_text_document.json").read_bytes())["inputs"][0]["path"]
+    assert os.fsencode(recorded) == name
+
+
+def test_the_commands_own_output_is_not_read_as_text(corpus: Path) -> None:
+    into_input = ["--output-prefix", str(corpus / "in" / "x")]
+    assert subprocess.run(arguments(corpus, *into_input), capture_output=True).returncode == 0
+    before = {path.name: path.read_bytes() for path in (corpus / "in").iterdir()}
+    done = subprocess.run(arguments(corpus, *into_input), capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "/in/x_text_document.idx: the index of a token pair, and no text" in done.stderr
+    assert {path.name: path.read_bytes() for path in (corpus / "in").iterdir()} == before
+
+
+@pytest.mark.parametrize("name", ["x_text_document.json", "x_text_document.bin.tmp", "x.parts/000000.json"])
+def test_an_input_that_the_output_would_replace_is_refused(corpus: Path, name: str) -> None:
+    own = corpus / "in" / name
+    own.parent.mkdir(exist_ok=True)
+    own.write_text('{"text": "precious"}\n')
+    done = subprocess.run(
+        arguments(corpus, "--output-prefix", str(corpus / "in" / "x")), capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert f"--input: {own}: is an output of this command; choose an --output-prefix" in done.stderr
+    assert own.read_text() == '{"text": "precious"}\n'
+
+
+def test_more_workers_than_the_machine_gives_are_one_line(corpus: Path) -> None:
+    done = subprocess.run(arguments(corpus, "--workers", "100000000"), capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: --workers 100000000: must be at most 4096; one a core is enough\n",
+    )
+
+    def few_files() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
+
+    done = subprocess.run(arguments(corpus, "--workers", "30"), capture_output=True, text=True, preexec_fn=few_files)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "cannot be started: Too many open files; use fewer" in done.stderr
+    assert outputs(corpus) == []
+
+
+@pytest.mark.parametrize("wait", [0.0, 0.03, 0.1])  # the workers take longer than that to import what they need
+def test_ctrl_c_while_the_workers_start_is_one_line(corpus: Path, wait: float) -> None:
+    process = subprocess.Popen(
+        arguments(corpus, "--workers", "3"), stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    wait_until(lambda: workers_of(process))
+    time.sleep(wait)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.communicate(timeout=60)[1] == "error: interrupted\n"
+    assert process.returncode == 130
+    assert outputs(corpus) == []

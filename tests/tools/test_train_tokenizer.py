@@ -93,11 +93,11 @@ def test_a_small_text_gives_a_small_vocabulary_and_says_so(tmp_path: Path) -> No
     [
         (["--vocab-size", "256"], "--vocab-size 256: must be at least 257"),
         (["--vocab-size", "1000000000000000"], "--vocab-size 1000000000000000: must be at most 10000000"),
-        (["--vocab-size", "300", "--json-key", "body"], "last.jsonl: line 1: no key 'body'"),
+        (["--vocab-size", "300", "--json-keys", "body"], "last.jsonl: line 1: no key 'body'"),
         (["--type", "unigram", "--vocab-size", "259"], "--vocab-size 259: must be at least 260"),
         (["--type", "unigram", "--vocab-size", "1000001"], "--vocab-size 1000001: must be at most 1000000"),
         (["--type", "unigram", "--vocab-size", "262"], "--vocab-size 262: no model could be trained: Vocabulary size"),
-        (["--type", "unigram", "--vocab-size", "300", "--json-key", "body"], "last.jsonl: line 1: no key 'body'"),
+        (["--type", "unigram", "--vocab-size", "300", "--json-keys", "body"], "last.jsonl: line 1: no key 'body'"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(texts: Path, more: list[str], message: str) -> None:
@@ -118,3 +118,14 @@ def test_an_empty_text_is_said_to_be_empty(tmp_path: Path, kind: str) -> None:
     else:
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
         assert "no model could be trained: the text is empty" in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_the_text_itself_is_never_written_over(texts: Path, kind: str) -> None:
+    before = (texts / "in" / "3.txt").read_bytes()
+    (texts / "link.txt").symlink_to(texts / "in" / "3.txt")
+    for output in ("in/3.txt", "link.txt"):
+        done = train(texts, output, "--type", kind, "--vocab-size", "400")
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert f"--output {texts / output}: is an input, which writing would replace" in done.stderr
+    assert (texts / "in" / "3.txt").read_bytes() == before

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
 import string
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,19 +22,20 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from megatron_essh.errors import UserError
+from megatron_essh.parallel.interleave import Sharding
 from megatron_essh.training import checkpoint
 from megatron_essh.training.checkpoint import (
+    Want,
     checkpoint_steps,
     files,
     find_checkpoint,
+    load,
     load_checkpoint,
     model_sha256,
     remove_unfinished,
     resolve_checkpoint,
     save_checkpoint,
-)
-from megatron_essh.training.checkpoint import (
-    folder as folder_module,
+    writer,
 )
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -149,6 +153,16 @@ def test_keep_last_keeps_the_newest_whole_ones(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"step_000000{s}" for s in (20, 30, 50)]
 
 
+def test_keep_every_keeps_multiples_for_good(tmp_path: Path) -> None:
+    for step in range(5, 65, 5):
+        save_checkpoint(tmp_path, step, run_tensors(step), {"step": step}, keep_last=2, keep_every=20)
+        last = [s for s in (step, step - 5) if s > 0]
+        assert set(checkpoint_steps(tmp_path)) == {*last, *range(20, step + 1, 20)}
+    (tmp_path / "step_00000020" / "state.json").write_bytes(b"")
+    save_checkpoint(tmp_path, 65, run_tensors(65), {}, keep_last=1, keep_every=20)
+    assert checkpoint_steps(tmp_path) == [65, 60, 40], "a damaged one is of no use for good"
+
+
 def test_pruning_never_touches_the_one_just_written_nor_other_files(tmp_path: Path) -> None:
     for step in (300, 100):  # 300 is from a future that was abandoned
         save_checkpoint(tmp_path, step, run_tensors(step), {"step": step}, keep_last=1)
@@ -181,18 +195,18 @@ def tick_on_disk_operations(tick, monkeypatch_setattr) -> None:
         tick()
         fsync(descriptor)
 
-    def ticking_write(path, chunks):
+    def ticking_write(path, chunks, **options):
         def ticking_chunks():
             for chunk in chunks:
                 yield chunk[: len(chunk) // 2]
                 tick()
                 yield chunk[len(chunk) // 2 :]
 
-        return write_synced(path, ticking_chunks())
+        return write_synced(path, ticking_chunks(), **options)
 
     monkeypatch_setattr(os, "fsync", ticking_fsync)
     monkeypatch_setattr(files, "write_synced", ticking_write)
-    monkeypatch_setattr(folder_module, "write_synced", ticking_write)
+    monkeypatch_setattr(writer, "write_synced", ticking_write)
 
 
 def test_a_kill_at_any_instant_of_a_save_leaves_the_old_set_or_the_new(tmp_path: Path, in_child, capfd) -> None:
@@ -262,12 +276,19 @@ def test_truncation_is_found_and_the_older_checkpoint_is_taken(tmp_path: Path, n
 @pytest.mark.parametrize("name", CHECKPOINT_FILES[:3])
 def test_any_flipped_bit_is_found(tmp_path: Path, name: str, capsys) -> None:
     path = save_checkpoint(tmp_path, 1, run_tensors(1), {"step": 1, "note": "abc"}, keep_last=5)
+    shutil.copytree(path, tmp_path / "kept" / path.name)
+    prefix = "model." if name == "model.safetensors" else ""
     content = bytearray((path / name).read_bytes())
     chosen = random.Random(name).sample(range(len(content) * 8), 25)
     for bit in chosen:
         content[bit // 8] ^= 1 << bit % 8
         (path / name).write_bytes(content)
-        with pytest.raises(UserError, match=f"{name}.*SHA-256"):
+        place = "state.json: its content"
+        if name != "state.json":
+            layout = files.read_layout(tmp_path / "kept" / path.name / name)[1]
+            tensor = next((n for n, t in layout.items() if t.offset <= bit // 8 < t.offset + t.bytes), None)
+            place = f"{name}: tensor {prefix}{tensor}: its content" if tensor else f"{name}: its header"
+        with pytest.raises(UserError, match=f"{re.escape(place)} is not what was saved .*SHA-256"):
             load_checkpoint(path)
         assert find_checkpoint(tmp_path) is None
         content[bit // 8] ^= 1 << bit % 8
@@ -283,28 +304,99 @@ def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
         load_checkpoint(path)
 
 
+def signed(manifest: dict[str, Any]) -> bytes:
+    """A manifest of version 2 with the right hash of itself, whatever it says."""
+    manifest = {key: value for key, value in manifest.items() if key != "sha256"}
+    digest = hashlib.sha256(json.dumps(manifest, indent=1).encode()).hexdigest()
+    return json.dumps(manifest | {"sha256": digest}, indent=1).encode()
+
+
 def test_foreign_manifests_are_refused(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, 1, run_tensors(1), {}, keep_last=5)
-    manifest = json.loads((path / "manifest.json").read_text())
-    entry = manifest["files"]["state.json"]
+    original = (path / "manifest.json").read_bytes()
+    manifest = json.loads(original)
+    assert signed(manifest) == original
+    pieces = manifest["files"]["model.safetensors"]["pieces"]
+    other = {"bytes": pieces[0]["bytes"] + 4}
     foreign = {
-        "not the manifest of a megatron_essh checkpoint": [{}, [], None, manifest | {"format": "other"}],
-        "version 2 where this package reads version 1": [manifest | {"version": 2}],
-        "does not list the size and SHA-256": [
-            manifest | {"files": {}},
-            manifest | {"files": manifest["files"] | {"../../etc/passwd": entry}},
-            manifest | {"files": manifest["files"] | {"state.json": {"bytes": 3}}},
+        "not the manifest of a megatron_essh checkpoint": ["{}", "[]", "null", signed(manifest | {"format": "other"})],
+        "version 3 where this package reads versions 1 and 2": [signed(manifest | {"version": 3})],
+        "it contradicts its own SHA-256": [
+            json.dumps(manifest),
+            json.dumps(manifest | {"step": 2}, indent=1),
+            original + b"\n",
+            original.replace(b'"units"', b'"rows"').replace(b'"shape"', b'"Shape"'),
         ],
+        "not a manifest of version 2": [
+            signed(manifest | {"files": [1]}),
+            signed(manifest | {"files": {"model.safetensors": {"bytes": 3}}}),
+            signed(manifest | {"files": {"model.safetensors": {"pieces": [pieces[0] | other], "bytes": 3}}}),
+        ],
+        "does not list the size and SHA-256": [json.dumps({"format": manifest["format"], "version": 1, "files": {}})],
         "cannot be read": ["{", b"\xff\xfe", ""],
     }
     for message, contents in foreign.items():
         for content in contents:
-            raw = (
-                content if isinstance(content, bytes) else content if isinstance(content, str) else json.dumps(content)
-            )
-            (path / "manifest.json").write_bytes(raw if isinstance(raw, bytes) else raw.encode())
+            (path / "manifest.json").write_bytes(content.encode() if isinstance(content, str) else content)
             with pytest.raises(UserError, match=message):
                 load_checkpoint(path)
+
+
+def write_version_1(folder: Path, step: int, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> Path:
+    """A checkpoint as this package once wrote them."""
+    path = folder / f"step_{step:08d}"
+    path.mkdir(parents=True)
+    model = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
+    others = {n: t for n, t in tensors.items() if not n.startswith("model.")}
+    records = {
+        "model.safetensors": files.write_tensors(path / "model.safetensors", model),
+        "optimizer.safetensors": files.write_tensors(path / "optimizer.safetensors", others),
+        "state.json": files.write_synced(path / "state.json", [json.dumps(values).encode()]),
+    }
+    manifest = {"format": "megatron_essh checkpoint", "version": 1, "step": step}
+    manifest["files"] = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in records.items()}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    return path
+
+
+def test_checkpoints_of_version_1_still_load_and_their_damage_is_found(tmp_path: Path) -> None:
+    tensors = run_tensors(5)
+    path = write_version_1(tmp_path, 5, tensors, {"step": 5})
+    loaded, values = load_checkpoint(path)
+    assert_same(loaded, tensors)
+    assert values == {"step": 5}
+    assert find_checkpoint(tmp_path) == resolve_checkpoint(tmp_path) == path
+    assert model_sha256(path) == files.file_sha256(path / "model.safetensors")
+    rows = Sharding(11)
+    part = load(path, {"model.embedding.weight": Want(rows, 2, 1), "exp_avg.embedding.weight": Want(start=5, end=9)})
+    assert torch.equal(part["model.embedding.weight"], tensors["model.embedding.weight"][1::2])
+    assert torch.equal(part["exp_avg.embedding.weight"], tensors["exp_avg.embedding.weight"].reshape(-1)[5:9])
+    for name in CHECKPOINT_FILES[:3]:
+        content = bytearray((path / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (path / name).write_bytes(content)
+        with pytest.raises(UserError, match=f"{name}.*SHA-256"):
+            load_checkpoint(path)
+        assert find_checkpoint(tmp_path) is None
+        content[len(content) // 2] ^= 1
+        (path / name).write_bytes(content)
+    os.remove(path / "optimizer.safetensors")
+    assert set(load_checkpoint(path, model_only=True)[0]) == {n for n in tensors if n.startswith("model.")}
+    save_checkpoint(tmp_path, 6, run_tensors(6), {}, keep_last=2)
+    assert checkpoint_steps(tmp_path) == [6], "a damaged one goes, whatever its version"
+
+
+@pytest.mark.parametrize("write", [write_version_1, lambda *args: save_checkpoint(*args, keep_last=1)])
+def test_statistics_saved_as_one_tensor_are_read_layer_by_layer(tmp_path: Path, write) -> None:
+    stack = torch.arange(24.0).reshape(3, 8)
+    path = write(tmp_path, 1, {"model.a": torch.ones(2), "statistics.mean_square": stack}, {})
+    wanted = {f"statistics.mean_square.{layer}": Want(Sharding(8), 4, 3, shape=(8,)) for layer in range(3)}
+    parts = load(path, wanted | {"model.a": Want()})
+    for layer in range(3):
+        assert torch.equal(parts[f"statistics.mean_square.{layer}"], stack[layer, 3::4])
+    assert list(parts) == [*wanted, "model.a"]
+    with pytest.raises(UserError, match=r"has no statistics\.mean_square\.3: of another model"):
+        load(path, {"statistics.mean_square.3": Want()})
 
 
 def test_foreign_and_missing_folders_are_refused(tmp_path: Path) -> None:
@@ -384,7 +476,7 @@ def test_any_other_failure_of_a_save_leaves_nothing_behind(tmp_path: Path, monke
     def fail(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(folder_module, "write_synced", fail)
+    monkeypatch.setattr(writer, "write_synced", fail)
     with pytest.raises(KeyboardInterrupt):
         save_checkpoint(tmp_path, 2, run_tensors(2), {}, keep_last=1)
     assert list(tmp_path.iterdir()) == []

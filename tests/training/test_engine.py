@@ -1,6 +1,7 @@
 """One optimizer step is the recipe: plan, objective, gradient scales, clip, groups, statistics, ordering, resume."""
 
 import copy
+import dataclasses
 import itertools
 import math
 
@@ -204,7 +205,7 @@ def test_a_resumed_engine_continues_bitwise():
     for name, tensor in straight.state_tensors().items():
         if not name.startswith("rng."):
             assert torch.equal(tensor, resumed.state_tensors()[name]), name
-    assert straight.state_values() == resumed.state_values() == {"updates": 6}
+    assert straight.state_values() == resumed.state_values() == {"updates": 6, "skipped_in_a_row": 0}
 
 
 def test_state_of_another_model_is_refused():
@@ -218,14 +219,49 @@ def test_state_of_another_model_is_refused():
         engine.load_state(tensors | {"model.final_norm.weight": torch.zeros(3)}, values)
 
 
-def test_a_loss_that_is_not_finite_updates_nothing():
-    engine = make_engine(make_config())
+@pytest.mark.parametrize("limit", [0, 2])
+def test_a_loss_that_is_not_finite_updates_nothing_and_ends_a_run_past_the_limit(limit):
+    engine = make_engine(make_config(training={"skip_limit": limit}, elastic={"ordering_interval": 50}))
+    engine.train_step(3, batch(3))
     with torch.no_grad():
         engine.model.final_norm.weight[0] = math.inf
-    before = {n: p.clone() for n, p in engine.model.named_parameters()}
-    with pytest.raises(UserError, match=r"step 5: loss nan.*not finite: full"):
-        engine.train_step(4, batch(4))
-    assert all(torch.equal(p, before[n]) for n, p in engine.model.named_parameters())
+    before = {n: t.clone() for n, t in engine.state_tensors().items()}
+    for step in range(4, 4 + limit):
+        report = engine.train_step(step, batch(step))
+        assert report.skipped is not None
+        assert report.skipped.micro_batch == 0
+    with pytest.raises(UserError, match=rf"step {5 + limit}: loss nan.*first in micro-batch 0, sequences 0 to 1"):
+        engine.train_step(4 + limit, batch(4 + limit))
+    assert all(torch.equal(t, before[n]) for n, t in engine.state_tensors().items())
+
+
+def test_a_skip_names_the_capacity_and_the_sequences_that_broke_and_the_next_step_counts_anew():
+    config = make_config(training={"skip_limit": 1})
+    step = step_with_reduced_slots(config)
+    slot = next(s for s, b in enumerate(pretraining_plan(config, step)) if b != FULL)
+    engine = make_engine(config)
+    honest = engine._loss
+    engine._loss = lambda *a: dataclasses.replace(m := honest(*a), objective=m.objective * (math.nan if a[3] else 1))
+    for _ in range(2):  # a step in between that counts begins the row anew
+        skipped = engine.train_step(step, batch(step)).skipped
+        assert (skipped.micro_batch, skipped.rows) == (slot, (2 * slot, 2 * slot + 2))
+        assert skipped.capacity.endswith("/32")
+        engine._loss, broken = honest, engine._loss
+        assert engine.train_step(step, batch(step)).skipped is None
+        engine._loss = broken
+
+
+def test_a_gradient_that_is_not_finite_is_named():
+    engine = make_engine(make_config())
+    engine.model.get_parameter("blocks.1.attention.qkv").register_hook(lambda g: g * math.inf)
+    skipped = engine.train_step(0, batch(0)).skipped
+    assert (skipped.micro_batch, skipped.parameters) == (None, ("blocks.1.attention.qkv",))
+
+
+def test_gradient_norms_of_the_parts_make_the_whole():
+    report = make_engine(make_config()).train_step(0, batch(0))
+    assert set(report.grad_norm_by_part) == {"embedding", "mixer", "attention", "feed_forward", "norms"}
+    assert math.hypot(*report.grad_norm_by_part.values()) == pytest.approx(report.grad_norm, rel=1e-12)
 
 
 def test_document_mask_cuts_documents_and_ignores_the_label_after_their_end():

@@ -236,12 +236,75 @@ def broken(self, *arguments):
     return result
 NativeEngine.forward_backward = broken
 """
-    finished = launch("pretrain", "--output", folder, hook=hook)
-    refused(finished, "step 9", "nan", "full", f"the last checkpoint is intact: {folder}/checkpoints/step_00000006")
+    finished = launch("pretrain", "--output", folder, "--set", "training.skip_limit=0", hook=hook)
+    refused(
+        finished,
+        "step 9",
+        "nan",
+        "embedding.weight",
+        f"the last checkpoint is intact: {folder}/checkpoints/step_00000006",
+    )
     assert checkpoint_steps(folder / "checkpoints") == [6]
     finished = launch("pretrain", "--output", folder)
     assert finished.status == 0, finished.output
     assert model_sha256(folder / "checkpoints/step_00000040") == model_sha256(pretrained / "checkpoints/step_00000040")
+
+
+def test_a_step_that_breaks_is_skipped_told_and_logged_with_its_place(launch, workplace) -> None:
+    folder = workplace / "skipping"
+    hook = """
+import dataclasses
+from megatron_essh.training.engine import NativeEngine
+inner, calls = NativeEngine._loss, 0
+def broken(self, *arguments):
+    global calls
+    calls += 1
+    loss = inner(self, *arguments)
+    return dataclasses.replace(loss, objective=loss.objective * float("nan")) if calls == 10 else loss
+NativeEngine._loss = broken
+"""
+    words = ["--set", "training.steps=8", "training.validate_every=0", "training.log_every=1"]
+    finished = launch("pretrain", "--output", folder, *words, hook=hook)
+    assert finished.status == 0, finished.output
+    told = (
+        "step 5: skipped: loss nan, gradient norm nan: first in micro-batch 1, sequences 2 to 3 of the step, capacity "
+    )
+    line = next(line for line in finished.output.splitlines() if line.startswith(told))
+    assert line.endswith(", samples 18 to 19 of the run; 1 skipped so far")
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [(r["kind"], r["step"]) for r in records if r["step"] in (4, 5, 6)] == [
+        ("step", 4), ("skip", 5), ("step", 5), ("step", 6),
+    ]  # fmt: skip
+    skip, window = (next(r for r in records if r["step"] == 5 and r["kind"] == kind) for kind in ("skip", "step"))
+    assert (skip["micro_batch"], skip["samples"]) == (1, [18, 20])
+    assert (window["loss"], window["grad_norm"], window["skipped_steps"]) == (None, None, 1)
+    _, values = load_checkpoint(folder / "checkpoints" / "step_00000008")
+    assert values["engine"]["updates"] == 7
+    assert values["progress"]["skipped"] == 1
+    assert values["progress"]["tokens"] == 7 * 96
+
+
+def test_a_loss_that_jumps_is_told_and_logged(launch, workplace) -> None:
+    folder = workplace / "jumping"
+    hook = """
+import dataclasses
+from megatron_essh.training.engine import NativeEngine
+from megatron_essh.training.guard import SpikeDetector
+SpikeDetector.WARMUP = 8
+inner = NativeEngine.train_step
+def jumping(self, step, *arguments, **keywords):
+    report = inner(self, step, *arguments, **keywords)
+    losses = {name: 50.0 if step == 10 else loss for name, loss in report.loss_by_capacity.items()}
+    return dataclasses.replace(report, loss_by_capacity=losses)
+NativeEngine.train_step = jumping
+"""
+    words = ["--set", "training.steps=12", "training.validate_every=0"]
+    finished = launch("pretrain", "--output", folder, *words, hook=hook)
+    assert finished.status == 0, finished.output
+    assert finished.output.count("the loss jumped to 50.0000 from about 4.") == 1
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    spikes = [r for r in records if r["kind"] == "spike"]
+    assert [(r["step"], r["loss"], r["first_sample"]) for r in spikes] == [(11, 50.0, 40)]
 
 
 def test_a_validation_that_is_no_number_ends_the_run(launch, workplace) -> None:
@@ -268,7 +331,11 @@ def test_a_full_disk_ends_the_run_in_words_and_leaves_no_half(launch, workplace,
 
 def test_environments_and_devices_that_cannot_be_are_refused(launch, workplace) -> None:
     out = workplace / "nowhere"
-    refused(launch("pretrain", "--output", out, extra={"WORLD_SIZE": "2"}), "WORLD_SIZE is 2", "one process only")
+    refused(launch("pretrain", "--output", out, extra={"WORLD_SIZE": "2"}), "RANK is not set (WORLD_SIZE is 2)")
+    ranks = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "zero"}
+    refused(launch("pretrain", "--output", out, extra=ranks), "LOCAL_RANK is 'zero'", "torchrun")
+    refused(launch("pretrain", "--output", out, extra=ranks | {"LOCAL_RANK": "0"}), "MASTER_ADDR is not set")
+    refused(launch("pretrain", "--output", out, "--set", "parallel.tensor=2"), "parallel.tensor is 2", "torchrun")
     if not torch.cuda.is_available():
         refused(launch("pretrain", "--output", out, "--set", "training.device=cuda"), "training.device: cuda")
     refused(launch("pretrain", "--output", workplace / "config.yaml"), "training.output", "is a file")

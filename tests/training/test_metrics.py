@@ -64,6 +64,8 @@ def test_a_window_means_over_its_steps_and_each_capacitys_own_steps() -> None:
         "divergence": 0.5,
         "learning_rate": 1e-3,
         "grad_norm": 0.5,
+        "grad_norm_by_part": {},
+        "skipped_steps": 0,
         "full_share": (3 + 4 + 2) / 12,
         "tokens_per_second": 30.0,
     }
@@ -133,6 +135,7 @@ def test_a_resumed_run_logs_every_step_once_in_both_places(tmp_path) -> None:
         "train/grad_norm",
         "train/tokens_per_second",
         "train/full_share",
+        "train/skipped_steps",
         "train/loss_by_capacity/full",
         "train/loss_by_capacity/8/32",
         "validation/T1",

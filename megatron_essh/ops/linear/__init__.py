@@ -1,11 +1,16 @@
 """Products with the model's weights: prefixes of rows, low-precision copies, gradients added up where they are kept.
 
-A weight may carry two attributes, both set by a training engine:
+A weight may carry three attributes. Two are set by a training engine:
 
 - `compute_copy`: the weight in the dtype of the products, kept fresh after every change of the weight, so that no
   pass casts it anew;
 - `main_grad`: an fp32 tensor of its shape. Gradients are then added to it by the product that computes them, in fp32
   and without a temporary, and none is returned to autograd; of a prefix, only its rows are touched.
+
+The third is set by whoever deals a model out over processes:
+
+- `exchange`: an `Exchange`, what `linear` asks of the other processes. Its input comes as this process has it and is
+  gathered; the gradient of its input is reduced while that of the weight is computed.
 
 Without them these are ordinary differentiable products. The products' dtype is the autocast dtype where autocast is
 on, else the input's.
@@ -13,8 +18,8 @@ on, else the input's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +29,7 @@ from torch.nn import functional as F
 from megatron_essh.ops.prefix import prefix
 
 __all__ = [
+    "Exchange",
     "accumulate",
     "compute_weight",
     "keep_gradients",
@@ -32,6 +38,19 @@ __all__ = [
     "main_grad",
     "refresh_copies",
 ]
+
+
+class Exchange(Protocol):
+    """What a product exchanges with other processes. Both begin, and give the call that waits for the result.
+
+    All processes run the same products in the same order, whatever rows each of them holds; none is possible.
+    """
+
+    def gather(self, x_NI: Tensor) -> Callable[[], Tensor]:
+        """The input of the product, [N', I], from what this process has of it, [N, I]."""
+
+    def reduce(self, d_x_NI: Tensor) -> Callable[[], Tensor]:
+        """The gradient of what this process has of the input, [N, I], from its share of the whole's, [N', I]."""
 
 
 def keep_gradients(weights: Sequence[Tensor]) -> None:
@@ -74,9 +93,12 @@ def linear(x: Tensor, weight: Tensor, rows: int, *, gradient_scale: float = 1.0)
     """x [.., D] times the first `rows` of an output-major weight [R, .., D]: [.., rows times what lies between].
 
     gradient_scale: factor on the weight's gradient (specification, section 5).
+
+    Where the weight has an `exchange` that gathers, x [.., T, D] gives [.., T', ..], T' of all processes.
     """
-    if weight.is_cuda or main_grad(weight) is not None:
-        return _product(x, weight, rows, gradient_scale, 1.0, False)
+    exchange: Exchange | None = getattr(weight, "exchange", None)
+    if weight.is_cuda or exchange is not None or main_grad(weight) is not None:
+        return _product(x, weight, rows, gradient_scale, 1.0, False, exchange)
     view = prefix(weight, rows, gradient_scale)
     return F.linear(x, view.flatten(0, -2))
 
@@ -93,18 +115,25 @@ def linear_input_major(
 
 
 def _product(
-    x: Tensor, weight: Tensor, rows: int, gradient_scale: float, output_scale: float, input_major: bool
+    x: Tensor,
+    weight: Tensor,
+    rows: int,
+    gradient_scale: float,
+    output_scale: float,
+    input_major: bool,
+    exchange: Exchange | None = None,
 ) -> Tensor:
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     with torch.autocast(device, enabled=False):
         x_NI = x.to(dtype).flatten(0, -2)
-        y: Tensor = _Product.apply(x_NI, weight, rows, gradient_scale, output_scale, input_major)
-        return y.unflatten(0, x.shape[:-1])
+        y: Tensor = _Product.apply(x_NI, weight, rows, gradient_scale, output_scale, input_major, exchange)
+        return y.unflatten(0, x.shape[:-1] if exchange is None else (*x.shape[:-2], -1))
 
 
 class _Product(torch.autograd.Function):
-    """Saves the input; the weight it multiplied with is kept as it is, for the copy is not written before the step."""
+    """Saves the input. The way back asks for the weight again, which does not change before the step: nothing is held
+    of a weight that is whole in passes only."""
 
     @staticmethod
     def forward(
@@ -115,10 +144,14 @@ class _Product(torch.autograd.Function):
         gradient_scale: float,
         output_scale: float,
         input_major: bool,
+        exchange: Exchange | None,
     ) -> Tensor:
         matrix = compute_weight(weight, x_NI.dtype)[:rows].flatten(0, -2)
         ctx.save_for_backward(x_NI)
-        ctx.weight, ctx.matrix, ctx.rows, ctx.input_major = weight, matrix, rows, input_major
+        ctx.exchange = exchange
+        if exchange is not None:
+            x_NI = exchange.gather(x_NI)()
+        ctx.weight, ctx.rows, ctx.input_major = weight, rows, input_major
         ctx.gradient_scale, ctx.output_scale = gradient_scale, output_scale
         return _times(x_NI, matrix if input_major else matrix.T, output_scale)
 
@@ -126,17 +159,27 @@ class _Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:
         (x_NI,) = ctx.saved_tensors
-        weight, matrix = ctx.weight, ctx.matrix
-        d_x_NI = d_weight = None
-        if ctx.needs_input_grad[0]:
+        weight, exchange = ctx.weight, ctx.exchange
+        matrix = compute_weight(weight, x_NI.dtype)[: ctx.rows].flatten(0, -2)
+        wants_input, wants_weight = ctx.needs_input_grad[:2]
+        d_x_NI = d_weight = gathered = reduced = None
+        if exchange is not None and wants_weight:
+            gathered = exchange.gather(x_NI)
+        if wants_input:
             d_x_NI = _times(dy_NO, matrix.T if ctx.input_major else matrix, ctx.output_scale)
-        if ctx.needs_input_grad[1]:
+        if exchange is not None and wants_input:
+            reduced = exchange.reduce(d_x_NI)
+        if wants_weight:
+            x_NI = x_NI if gathered is None else gathered()
             kept = main_grad(weight)
             grad = torch.zeros_like(weight) if kept is None else kept
             left, right = (x_NI, dy_NO) if ctx.input_major else (dy_NO, x_NI)
-            accumulate(grad[: ctx.rows].flatten(0, -2), left, right, ctx.gradient_scale * ctx.output_scale)
+            if ctx.rows:
+                accumulate(grad[: ctx.rows].flatten(0, -2), left, right, ctx.gradient_scale * ctx.output_scale)
             d_weight = grad if kept is None else None
-        return d_x_NI, d_weight, None, None, None, None
+        if reduced is not None:
+            d_x_NI = reduced()
+        return d_x_NI, d_weight, None, None, None, None, None
 
 
 def _times(x_NI: Tensor, matrix_IO: Tensor, scale: float) -> Tensor:

@@ -10,6 +10,10 @@ without it. The gradients are made with it on the way forward, and what arrives 
 looked at: call `objective.backward()` itself, once, of nothing computed from it. If the weight has a `main_grad` its
 gradient has then been added there before the objective is returned; without grad_scale it is added in backward.
 Either way autograd is given none for it. If the weight has a `compute_copy` in the logits' dtype, that is the head.
+
+vocabulary: None, or which entries of the vocabulary weight_VD holds. All ranks then get the same values, and each the
+gradient of its own weight. The gradient of the hidden states is this rank's share: the sum of the shares over the
+ranks is the gradient, and is the caller's to take. A label outside the vocabulary is an error on every rank.
 """
 
 from __future__ import annotations
@@ -22,8 +26,9 @@ from torch import Tensor
 
 from megatron_essh.ops.linear_loss import reference
 from megatron_essh.ops.linear_loss.chunked import IGNORED, chunked_loss
+from megatron_essh.ops.linear_loss.vocabulary import VocabularyShard
 
-__all__ = ["IGNORED", "cross_entropy", "distillation", "refinement"]
+__all__ = ["IGNORED", "VocabularyShard", "cross_entropy", "distillation", "refinement"]
 
 
 def cross_entropy(
@@ -33,10 +38,11 @@ def cross_entropy(
     *,
     chunk: int | None = 4096,
     grad_scale: Tensor | None = None,
+    vocabulary: VocabularyShard | None = None,
 ) -> Tensor:
     """Cross-entropy of the labels."""
-    loss = _implementation(weight_VD).cross_entropy()
-    (objective,) = chunked_loss(loss, 0, chunk, labels_N, grad_scale, weight_VD, hidden_ND)
+    loss = _implementation(weight_VD).cross_entropy(vocabulary)
+    (objective,) = chunked_loss(loss, 0, chunk, labels_N, grad_scale, weight_VD, hidden_ND, vocabulary=vocabulary)
     return objective
 
 
@@ -50,16 +56,16 @@ def distillation(
     kl_weight: float,
     chunk: int | None = 4096,
     grad_scale: Tensor | None = None,
+    vocabulary: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A reduced micro-batch's loss in pretraining: (objective, cross-entropy, KL).
 
     objective = ce_weight CE + kl_weight KL(p_teacher || p); the teacher's hidden states and its use of the weight
     are held fixed. Only the objective carries a gradient.
     """
-    loss = _implementation(weight_VD).distillation(ce_weight, kl_weight)
-    objective, ce, kl = chunked_loss(
-        loss, 2, chunk, labels_N, grad_scale, weight_VD, hidden_ND, teacher_hidden_ND.detach()
-    )
+    loss = _implementation(weight_VD).distillation(ce_weight, kl_weight, vocabulary)
+    hidden = hidden_ND, teacher_hidden_ND.detach()
+    objective, ce, kl = chunked_loss(loss, 2, chunk, labels_N, grad_scale, weight_VD, *hidden, vocabulary=vocabulary)
     return objective, ce, kl
 
 
@@ -72,15 +78,17 @@ def refinement(
     tv_weight: float,
     chunk: int | None = 4096,
     grad_scale: Tensor | None = None,
+    vocabulary: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A micro-batch's loss in shared refinement: (objective, full cross-entropy, tier cross-entropy, TV).
 
     objective = CE(full) + CE(tier) + tv_weight TV(p_full, p_tier), TV half the L1 distance over the vocabulary; p_full
     is held fixed in TV. Only the objective carries a gradient.
     """
-    loss = _implementation(weight_VD).refinement(tv_weight)
+    loss = _implementation(weight_VD).refinement(tv_weight, vocabulary)
+    hidden = full_hidden_ND, tier_hidden_ND
     objective, full_ce, tier_ce, tv = chunked_loss(
-        loss, 3, chunk, labels_N, grad_scale, weight_VD, full_hidden_ND, tier_hidden_ND
+        loss, 3, chunk, labels_N, grad_scale, weight_VD, *hidden, vocabulary=vocabulary
     )
     return objective, full_ce, tier_ce, tv
 

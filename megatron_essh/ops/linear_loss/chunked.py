@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_essh.ops.linear import accumulate, compute_weight, main_grad
+from megatron_essh.ops.linear_loss.vocabulary import VocabularyShard
 
 IGNORED = -100
 """Label of a position that is not to be predicted."""
@@ -30,7 +31,8 @@ ChunkLoss = Callable[[list[Tensor], Tensor, Tensor, "Tensor | None", bool], Sequ
 
 It adds the objective and the parts to report, each summed over the positions not ignored, to sums [1 + parts]. Where
 `differentiate` is set, it returns the objective's gradients, times grad_scale if there is one, with respect to the
-logits of the first inputs, in the logits' dtype; inputs behind those are teachers."""
+logits of the first inputs, in the logits' dtype; inputs behind those are teachers. Of a vocabulary dealt out over
+ranks, logits and gradients are of this rank's entries, and what is added is this rank's share."""
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -43,6 +45,7 @@ class _ChunkedLoss(torch.autograd.Function):
         parts: int,
         chunk: int | None,
         recording: bool,
+        vocabulary: VocabularyShard | None,
         labels_N: Tensor,
         grad_scale: Tensor | None,
         weight_VD: Tensor,
@@ -52,7 +55,7 @@ class _ChunkedLoss(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight_VD.dtype
         exact = torch.float64 if weight_VD.dtype == torch.float64 else torch.float32
         # needs_input_grad says what the inputs require, under no_grad too.
-        wants_weight, *wants_hidden = (recording and needed for needed in ctx.needs_input_grad[6:])
+        wants_weight, *wants_hidden = (recording and needed for needed in ctx.needs_input_grad[7:])
         kept = main_grad(weight_VD) if wants_weight else None
         grad_weight = None
         if wants_weight:
@@ -81,6 +84,8 @@ class _ChunkedLoss(torch.autograd.Function):
             step = chunk or len(labels_N) or 1
             for start in range(0, len(labels_N), step):
                 one_chunk(slice(start, start + step))
+        if vocabulary is not None:
+            vocabulary.sum_(sums)
 
         ctx.scaled = grad_scale is not None
         ctx.main_grad = kept
@@ -104,7 +109,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 grad_weight = grad_weight * scale.to(grad_weight.dtype)
         if grad_weight is not None:
             grad_weight = grad_weight.to(ctx.weight_dtype)
-        return None, None, None, None, None, None, grad_weight, *grad_hidden
+        return None, None, None, None, None, None, None, grad_weight, *grad_hidden
 
 
 def _add_product(grad_VD: Tensor, gradient_NV: Tensor, x_ND: Tensor) -> None:
@@ -123,18 +128,21 @@ def chunked_loss(
     grad_scale: Tensor | None,
     weight_VD: Tensor,
     *hidden_ND: Tensor,
+    vocabulary: VocabularyShard | None = None,
 ) -> tuple[Tensor, ...]:
     """`loss` of the head's logits at the given hidden states, summed over the positions not ignored, 0-d each.
 
     Logits are computed in the autocast dtype where autocast is on, else in the weight's; log-softmax, sums and the
     weight's accumulated gradient in fp32 (fp64 stays fp64). `chunk` is the number of positions at a time; None takes
     all at once. Only the first of the 1 + parts results, the objective, carries a gradient.
+
+    vocabulary: which entries weight_VD holds, as `loss` was told; None for all of them.
     """
     assert chunk is None or chunk > 0, f"chunk must be positive or None, got {chunk}"
     if grad_scale is not None:
         assert grad_scale.shape == (), f"grad_scale must be 0-d, got {tuple(grad_scale.shape)}"
         assert grad_scale.device == weight_VD.device, f"grad_scale is on {grad_scale.device}, not {weight_VD.device}"
     results: tuple[Tensor, ...] = _ChunkedLoss.apply(
-        loss, parts, chunk, torch.is_grad_enabled(), labels_N, grad_scale, weight_VD, *hidden_ND
+        loss, parts, chunk, torch.is_grad_enabled(), vocabulary, labels_N, grad_scale, weight_VD, *hidden_ND
     )
     return results

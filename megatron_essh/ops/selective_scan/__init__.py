@@ -19,6 +19,8 @@ from megatron_essh.ops.selective_scan.reference import (
 LONGEST_KERNEL_INPUT = 1 << 19
 """Positions a kernel launch takes; longer sequences go through the reference."""
 
+_TRITON_IS_HERE = importlib.util.find_spec("triton") is not None
+
 __all__ = ["Controls", "ModalTables", "scan_step", "selective_scan"]
 
 
@@ -43,8 +45,8 @@ def selective_scan(
     valid_BT: False marks a pad, which leaves the state untouched and gives z = 0. A pad's document number is ignored.
     chunk: rows worked on as one matrix by the reference; the kernels have their own.
 
-    Returns z_BTKP in raw's dtype and the state after the last position. Arithmetic and state are fp32 (fp64 if raw
-    is fp64) under autocast too.
+    K may be 0. Returns z_BTKP in raw's dtype and the state after the last position. Arithmetic and state are fp32
+    (fp64 if raw is fp64) under autocast too.
     """
     batch, length, channels, columns = raw_BTKX.shape
     modes = tables.theta.shape[1]
@@ -53,6 +55,10 @@ def selective_scan(
         dtype = compute_dtype(raw_BTKX)
         if state_BKM2P is None:
             state_BKM2P = raw_BTKX.new_zeros(batch, channels, modes, 2, columns - 3 * modes, dtype=dtype)
+        if channels == 0:
+            # A share of a model without a channel: nothing to compute, and yet all inputs get their (zero) gradients.
+            nothing = torch.cat([table.flatten() for table in tables])
+            return (raw_BTKX[..., : columns - 3 * modes] + nothing[:, None]).to(raw_BTKX.dtype), state_BKM2P
         if length == 1 and valid_BT is None:
             z_BKP, state_BKM2P = scan_step(raw_BTKX[:, 0], tables, state_BKM2P, eps=eps, neutral_gates=neutral_gates)
             return z_BKP[:, None], state_BKM2P
@@ -87,5 +93,5 @@ def _kernels_take(raw_BTKX: Tensor, modes: int) -> bool:
         and modes <= 16
         and columns - 3 * modes <= 128
         and raw_BTKX.stride(3) == 1
-        and importlib.util.find_spec("triton") is not None
+        and _TRITON_IS_HERE
     )

@@ -1,146 +1,52 @@
-"""Saving, finding, verifying, loading and pruning checkpoint folders.
+"""The folder of a run's checkpoints: what is in it, which one to continue from, how one appears and how old ones go.
 
-The order of a save is what makes it safe: files and manifest are written and synced under a temporary name,
-the folder is renamed, the parent is synced, and only then are old checkpoints pruned (each renamed to a
-temporary name before it is deleted). Only the run that owns the folder may call `save_checkpoint` and
-`remove_unfinished`; finding and loading change nothing, so other tools may read from a live run.
+A finished checkpoint appears by one rename and goes by one rename. Only the run that owns the folder may publish,
+prune and call `remove_unfinished`; finding changes nothing, so other tools may look into a live run.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor
+import torch.distributed as dist
 
 from megatron_essh.errors import UserError
-from megatron_essh.files import DISK_FULL, sync_folder
-from megatron_essh.training.checkpoint.files import (
-    file_sha256,
-    read_tensors,
-    write_synced,
-    write_tensors,
-)
-
-MODEL_FILE, OPTIMIZER_FILE, STATE_FILE = "model.safetensors", "optimizer.safetensors", "state.json"
-MANIFEST_FILE = "manifest.json"
-MODEL_PREFIX = "model."
-FORMAT, VERSION = "megatron_essh checkpoint", 1
+from megatron_essh.files import sync_folder
+from megatron_essh.parallel.mesh import Mesh
+from megatron_essh.training.checkpoint.manifest import MANIFEST_FILE, STATE_FILE, DamagedCheckpoint, read_manifest
+from megatron_essh.training.checkpoint.reading import check_file, verify
 
 _FINISHED = re.compile(r"step_(\d{8,})")
 _UNFINISHED = re.compile(r"step_\d{8,}\.tmp-.+")
-_SLACK_BYTES = 1 << 20  # headers, state.json, manifest.json
 
 
-def save_checkpoint(
-    folder: Path, step: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any], *, keep_last: int
-) -> Path:
-    """Write `folder`/step_<step> and keep the newest `keep_last` whole checkpoints, this one among them.
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay on disk."""
 
-    Args:
-        folder: the run's folder of checkpoints; made when missing.
-        step: optimizer steps done.
-        tensors: by name. Names that start with "model." go to model.safetensors without that prefix, all
-            others to optimizer.safetensors.
-        values: whatever JSON can hold; NaN and infinities are refused (ValueError).
-        keep_last: at least 1.
+    keep_last: int
+    """The newest so many whole ones, at least 1."""
+    keep_every: int = 0
+    """Those of steps that are multiples of this; 0: none for that reason."""
 
-    Returns:
-        The checkpoint's path.
+    def __post_init__(self) -> None:
+        assert self.keep_last >= 1, self.keep_last
+        assert self.keep_every >= 0, self.keep_every
 
-    Raises:
-        UserError: the disk is too full (nothing is left behind, older checkpoints are intact), or a whole
-            checkpoint of this step is already there.
-    """
-    assert keep_last >= 1, keep_last
-    model = {n.removeprefix(MODEL_PREFIX): t for n, t in tensors.items() if n.startswith(MODEL_PREFIX)}
-    others = {n: t for n, t in tensors.items() if not n.startswith(MODEL_PREFIX)}
-    state = json.dumps(values, indent=1, allow_nan=False).encode()
-
-    if not folder.is_dir():
-        folder.mkdir(parents=True)
-        sync_folder(folder.parent)
-    target = folder / f"step_{step:08d}"
-    needed = sum(t.numel() * t.element_size() for t in tensors.values()) + len(state) + _SLACK_BYTES
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise UserError(f"{folder}: {_needs(step, needed)}, {_size(free)} are free; {_REMEDY}")
-
-    temporary = folder / f"{target.name}.tmp-{os.getpid()}"
-    try:
-        if temporary.exists():
-            shutil.rmtree(temporary)
-        temporary.mkdir()
-        files = {
-            MODEL_FILE: write_tensors(temporary / MODEL_FILE, model),
-            OPTIMIZER_FILE: write_tensors(temporary / OPTIMIZER_FILE, others),
-            STATE_FILE: write_synced(temporary / STATE_FILE, [state]),
-        }
-        manifest = {
-            "format": FORMAT,
-            "version": VERSION,
-            "step": step,
-            "files": {name: {"bytes": size, "sha256": digest} for name, (size, digest) in files.items()},
-        }
-        write_synced(temporary / MANIFEST_FILE, [json.dumps(manifest, indent=1).encode()])
-        sync_folder(temporary)
-        _publish(temporary, target)
-    except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno in DISK_FULL:
-            raise UserError(f"{folder}: {_needs(step, needed)} ({error.strerror}); {_REMEDY}") from None
-        raise
-    _prune(folder, step, keep_last)
-    return target
+    def keeps_for_good(self, step: int) -> bool:
+        """Whether the checkpoint of `step` never goes."""
+        return self.keep_every > 0 and step % self.keep_every == 0
 
 
-_REMEDY = "older checkpoints are intact: make room, then start the run again"
-
-
-def _needs(step: int, needed: int) -> str:
-    return f"the disk is too full for the checkpoint of step {step}, which needs {_size(needed)}"
-
-
-def _publish(temporary: Path, target: Path) -> None:
-    """Give the finished folder its name; a damaged one that holds the name makes way."""
-    if target.exists():
-        if _damage(target) is None:
-            raise UserError(f"{target}: a whole checkpoint of this step is already there; remove it to save anew")
-        _remove(target)
-    os.replace(temporary, target)
-    sync_folder(target.parent)
-
-
-def _prune(folder: Path, newest: int, keep_last: int) -> None:
-    """Remove what is older than `newest` and not among the `keep_last` newest whole ones.
-
-    Wholeness is judged by names and sizes here: to hash every old checkpoint at each save would cost minutes.
-    """
-    older = [step for step in checkpoint_steps(folder) if step < newest]
-    whole = [step for step in older if _damage(folder / f"step_{step:08d}", hashes=False) is None]
-    for step in set(older) - set(whole[: keep_last - 1]):
-        _remove(folder / f"step_{step:08d}")
-
-
-def _remove(path: Path) -> None:
-    """Delete a checkpoint so that a crash half-way leaves no half of it under a checkpoint's name."""
-    doomed = path.with_name(f"{path.name}.tmp-{os.getpid()}-removed")
-    os.replace(path, doomed)
-    shutil.rmtree(doomed)
-
-
-def remove_unfinished(folder: Path) -> None:
-    """Delete what a killed save or prune left. Only for the run that owns `folder`, before its first save."""
-    if folder.is_dir():
-        for path in folder.iterdir():
-            if _UNFINISHED.fullmatch(path.name):
-                shutil.rmtree(path)
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is."""
+    return folder / f"step_{step:08d}"
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
@@ -151,17 +57,66 @@ def checkpoint_steps(folder: Path) -> list[int]:
     return sorted((int(match[1]) for match in matches if match), reverse=True)
 
 
-def find_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint in `folder` whose sizes and hashes hold, or None.
+def _warn(damage: str) -> None:
+    print(f"warning: skipping a damaged checkpoint: {damage}", file=sys.stderr, flush=True)
 
-    Every newer, damaged one is named with its damage on standard error.
+
+def find_checkpoint(folder: Path, mesh: Mesh | None = None, *, on_damage: Callable[[str], None] = _warn) -> Path | None:
+    """The newest checkpoint in `folder` of which every byte is as it was saved, or None.
+
+    Args:
+        folder: a run's folder of checkpoints.
+        mesh: the ranks that look for it together, each reading its share, and that all get the same answer; None:
+            this process alone.
+        on_damage: told of every newer, damaged one, by file and tensor, on the first rank; prints a warning on
+            standard error unless given.
     """
-    for step in checkpoint_steps(folder):
-        path = folder / f"step_{step:08d}"
-        damage = _damage(path)
+    alone = mesh is None or mesh.world == 1
+    steps = checkpoint_steps(folder)
+    if not alone:
+        steps = _from_first(mesh, steps)
+    for step in steps:
+        path = checkpoint_path(folder, step)
+        damage = _damage(path) if alone else _shared_damage(path, mesh)
         if damage is None:
             return path
-        print(f"warning: skipping a damaged checkpoint: {damage}", file=sys.stderr, flush=True)
+        if mesh is None or mesh.is_first:
+            on_damage(damage)
+    return None
+
+
+def _from_first(mesh: Mesh | None, value: list[int]) -> list[int]:
+    assert mesh is not None
+    box = [value]
+    dist.broadcast_object_list(box, src=0, group=mesh.world_group, device=mesh.device)
+    return box[0]
+
+
+def _shared_damage(path: Path, mesh: Mesh | None) -> str | None:
+    """As `_damage`, each rank reading the files of which it is the turn."""
+    assert mesh is not None
+    found: str | None = None
+    try:
+        manifest = read_manifest(path)
+        verify(manifest, files=list(manifest.files)[mesh.rank :: mesh.world])
+    except DamagedCheckpoint as damage:
+        found = str(damage)
+    answers: list[str | None] = [None] * mesh.world
+    dist.all_gather_object(answers, found, group=mesh.world_group)
+    return next((answer for answer in answers if answer is not None), None)
+
+
+def _damage(path: Path, *, hashes: bool = True) -> str | None:
+    """What is wrong with the checkpoint `path`, in words, or None when it is as it was saved."""
+    try:
+        manifest = read_manifest(path)
+        if hashes:
+            verify(manifest)
+        else:
+            for file in (STATE_FILE, *manifest.tensor_files):
+                check_file(manifest, file, hashes=False)
+    except DamagedCheckpoint as damage:
+        return str(damage)
     return None
 
 
@@ -186,83 +141,43 @@ def resolve_checkpoint(path: Path) -> Path:
     return found
 
 
-def load_checkpoint(path: Path, *, model_only: bool = False) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Verify a checkpoint and read it: (tensors by their saved names, values); tensors on the CPU.
+def refuse_whole(target: Path) -> None:
+    """Raise UserError where a whole checkpoint already has that name."""
+    if target.exists() and _damage(target) is None:
+        raise UserError(f"{target}: a whole checkpoint of this step is already there; remove it to save anew")
 
-    `model_only` reads and verifies only the parameters and the values.
 
-    Raises:
-        UserError: the folder is missing, foreign, truncated or damaged; the message names file and reason.
+def _publish(temporary: Path, target: Path) -> None:
+    """Give the finished folder its name; a damaged one that holds the name makes way."""
+    if target.exists():
+        refuse_whole(target)
+        _remove(target)
+    os.replace(temporary, target)
+    sync_folder(target.parent)
+
+
+def _prune(folder: Path, newest: int, retention: Retention) -> None:
+    """Remove what is older than `newest` and not to be kept; a damaged one counts for nothing, and goes.
+
+    Wholeness is judged by names and sizes here: to hash every old checkpoint at each save would cost minutes.
     """
-    tensor_files = {MODEL_FILE: MODEL_PREFIX} if model_only else {MODEL_FILE: MODEL_PREFIX, OPTIMIZER_FILE: ""}
-    damage = _damage(path, names=(*tensor_files, STATE_FILE))
-    if damage is not None:
-        raise UserError(damage)
-    tensors: dict[str, Tensor] = {}
-    for name, prefix in tensor_files.items():
-        tensors.update(read_tensors(path / name, prefix))
-    try:
-        values = json.loads((path / STATE_FILE).read_bytes())
-    except ValueError as error:
-        raise UserError(f"{path / STATE_FILE}: not valid JSON ({error})") from None
-    return tensors, values
+    older = [step for step in checkpoint_steps(folder) if step < newest]
+    whole = [step for step in older if _damage(checkpoint_path(folder, step), hashes=False) is None]
+    kept = {*whole[: retention.keep_last - 1], *(step for step in whole if retention.keeps_for_good(step))}
+    for step in set(older) - kept:
+        _remove(checkpoint_path(folder, step))
 
 
-def model_sha256(path: Path) -> str:
-    """SHA-256 of a checkpoint's model.safetensors, as its manifest records it."""
-    manifest = _read_manifest(path)
-    if isinstance(manifest, str):
-        raise UserError(manifest)
-    return str(manifest[MODEL_FILE]["sha256"])
+def _remove(path: Path) -> None:
+    """Delete a checkpoint so that a crash half-way leaves no half of it under a checkpoint's name."""
+    doomed = path.with_name(f"{path.name}.tmp-{os.getpid()}-removed")
+    os.replace(path, doomed)
+    shutil.rmtree(doomed)
 
 
-def _damage(
-    path: Path, *, names: tuple[str, ...] = (MODEL_FILE, OPTIMIZER_FILE, STATE_FILE), hashes: bool = True
-) -> str | None:
-    """What is wrong with the checkpoint `path`, in words, or None when the files `names` are as recorded."""
-    files = _read_manifest(path)
-    if isinstance(files, str):
-        return files
-    try:
-        for name in names:
-            file, expected = path / name, files[name]
-            if not file.is_file():
-                return f"{file}: missing"
-            size = file.stat().st_size
-            if size != expected["bytes"]:
-                return f"{file}: {size} bytes where the manifest records {expected['bytes']}"
-            if hashes and file_sha256(file) != expected["sha256"]:
-                return f"{file}: its content is not what was saved (the SHA-256 differs from the manifest's)"
-    except OSError as error:
-        return f"{path}: cannot be read ({error.strerror})"
-    return None
-
-
-def _read_manifest(path: Path) -> dict[str, dict[str, Any]] | str:
-    """The manifest's `files`, or what is wrong with it, in words."""
-    file = path / MANIFEST_FILE
-    if not path.is_dir():
-        return f"{path}: no such checkpoint folder"
-    try:
-        manifest = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        return f"{path}: not a megatron_essh checkpoint, or an unfinished one: it has no {MANIFEST_FILE}"
-    except (OSError, ValueError) as error:
-        return f"{file}: cannot be read ({error})"
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        return f"{file}: not the manifest of a megatron_essh checkpoint"
-    if manifest.get("version") != VERSION:
-        return f"{file}: version {manifest.get('version')!r} where this package reads version {VERSION}"
-    files = manifest.get("files")
-    wanted = {MODEL_FILE, OPTIMIZER_FILE, STATE_FILE}
-    if (
-        not isinstance(files, dict)
-        or set(files) != wanted
-        or not all(isinstance(f, dict) and {"bytes", "sha256"} <= set(f) for f in files.values())
-    ):
-        return f"{file}: does not list the size and SHA-256 of {', '.join(sorted(wanted))}"
-    return files
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
+def remove_unfinished(folder: Path) -> None:
+    """Delete what a killed save or prune left. Only for the run that owns `folder`, before its first save."""
+    if folder.is_dir():
+        for path in folder.iterdir():
+            if _UNFINISHED.fullmatch(path.name):
+                shutil.rmtree(path)
