@@ -133,7 +133,7 @@ def _tokenizer(pair: IndexedDataset, arguments: argparse.Namespace) -> Tokenizer
                 pattern=arguments.tokenizer_pattern,
             )
         except ValueError as error:
-            raise UserError(f"--tokenizer-model: {error}") from None
+            raise UserError(f"--tokenizer-type, --tokenizer-model, --tokenizer-pattern: {error}") from None
         return build_tokenizer(config)
     if arguments.tokenizer_model is not None:
         raise UserError("--tokenizer-model: give --tokenizer-type with it")

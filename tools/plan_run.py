@@ -179,7 +179,9 @@ def _show_plan(
     kind = "measured" if rates.measured else "scaled from H200's by data sheets, not measured"
     console.print(f"Rates: {kind}; the network's is a data sheet's. `plan_run.py rates --gpu {rates.gpu}` lists them.")
     if layout.zero_stage:
-        console.print("ZeRO stages are taken to run the native engine's kernels as fast, which is not measured.")
+        console.print(
+            "ZeRO's passes are taken to be as fast as the native engine's recorded ones; they are not recorded."
+        )
 
 
 def _memory_table(needed: Memory, available: float) -> Table:

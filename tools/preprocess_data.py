@@ -28,7 +28,7 @@ def main() -> None:
             pattern=arguments.tokenizer_pattern,
         )
     except ValueError as error:
-        raise UserError(f"--tokenizer-model: {error}") from None
+        raise UserError(f"--tokenizer-type, --tokenizer-model, --tokenizer-pattern: {error}") from None
     partition, partitions = _partition(arguments)
     task = Preprocessing(
         tokenizer=tokenizer,

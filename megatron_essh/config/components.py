@@ -107,6 +107,10 @@ class TokenizerConfig:
             _require(self.model is None, f"the {self.type} tokenizer takes no model file, got {self.model}")
         else:
             _require(self.model is not None, f"tokenizer type {self.type} needs `model`, the path of its file")
+        _require(
+            self.pattern == "gpt2" or self.type == "tiktoken",
+            f"pattern {self.pattern} is of tiktoken rank files; leave it out for type {self.type}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,8 +28,8 @@ CUBLAS_WORKSPACES = 64 * 2**20
 """Two streams' workspaces, allocated among the tensors."""
 OUTSIDE_BYTES = int(1.5 * GIB)
 """Allowance for what is no tensor: the CUDA context, loaded kernels, NCCL's buffers. Not measured."""
-ZERO_BUCKET = 500_000_000
-"""Elements of DeepSpeed's reduction bucket, its default; two are in flight."""
+ZERO_BUCKET = 64 * 2**20
+"""Elements of DeepSpeed's reduction bucket, as configs/deepspeed sets it."""
 RECOMPUTE_LEVELS: tuple[Recompute, ...] = ("none", "selective", "block")
 
 
@@ -272,7 +272,8 @@ class Memory:
     """What is no tensor."""
     before_moments: int
     """The peak of the first pass, at which the optimizer has no moments yet: where all later passes are replays, this
-    is what torch.cuda.max_memory_allocated sees, for a replay allocates nothing."""
+    is what torch.cuda.max_memory_allocated sees, for a replay allocates nothing. From ZeRO 1 on moments are there from
+    the start and nothing is replayed: the same as `tensors`."""
 
     @property
     def tensors(self) -> int:
@@ -297,22 +298,37 @@ def state_bytes(config: RunConfig, layout: Layout) -> dict[str, int]:
         return math.ceil(size / dp) if stage >= from_stage else size
 
     parts = {
-        "fp32 master weights": dealt(4 * weights, 1),
+        "fp32 master weights": dealt(4 * weights, 3),
         "fp32 gradients": dealt(4 * weights, 2),
         "optimizer moments": dealt(8 * weights, 1),
+        "bf16 copies": low_precision if stage < 3 else 0,
+        "reduction bucket": 4 * min(ZERO_BUCKET, weights) if stage and dp > 1 else 0,
         "unit statistics": 8 * model.n_layers * own.units if config.elastic.enabled else 0,
         "cuBLAS workspaces": CUBLAS_WORKSPACES,
     }
-    if stage:  # DeepSpeed's modules hold working weights of their own: bf16, what must stay fp32 in fp32
-        working = low_precision + 4 * others if low_precision else 4 * weights
-        parts["bf16 copies" if low_precision else "fp32 working weights"] = dealt(working, 3)
-        parts["communication buffers"] = 2 * 4 * min(ZERO_BUCKET, weights) if dp > 1 else 0
-        if stage == 3:  # two layers' weights and the head's are gathered at a time
-            layer = (weights - products["head"]) // model.n_layers
-            parts["gathered weights"] = _item(config) * (2 * layer + products["head"])
-    else:
-        parts["bf16 copies"] = low_precision
     return {name: size for name, size in parts.items() if size}
+
+
+def zero_moments(config: RunConfig, layout: Layout) -> tuple[dict[str, int], int]:
+    """What a ZeRO stage takes for a moment: (beside a pass at its most, by part; when the pass is done, in all).
+
+    Stages 2 and 3 keep no whole gradients: a pass makes them anew, the head's at the moment of most activations, and
+    all of them are there when it is done and they are reduced.
+    """
+    model, dp, stage = config.model, layout.dp, layout.zero_stage
+    own = LocalSizes.of(model, full_capacity(model), layout.tp)
+    products = product_weights(model, own)
+    weights = sum(products.values()) + other_weights(model, own)
+    beside: dict[str, int] = {}
+    if stage >= 2:
+        beside["head's gradient"] = 4 * products["head"]
+    if stage == 3:  # one module's at a time, in fp32 and cast: the head's or a layer's
+        layer = (weights - products["head"]) // model.n_layers
+        cast = 2 if config.training.precision == "bf16" else 0
+        beside["gathered weights"] = (4 + cast) * max(products["head"], layer)
+    share = math.ceil(4 * weights / dp)
+    after = {0: 0, 1: share, 2: max(4 * weights, 2 * share), 3: 4 * weights + beside.get("gathered weights", 0)}
+    return beside, after[stage]
 
 
 def memory(config: RunConfig, layout: Layout) -> Memory:
@@ -324,12 +340,17 @@ def memory(config: RunConfig, layout: Layout) -> Memory:
     largest = max(passes.values())
     if largest > passes[full]:
         beside["a reduced capacity's pass beyond the full one's"] = largest - passes[full]
+    more, after = zero_moments(config, layout)
+    beside |= more
+    if (beyond := after - largest - sum(more.values())) > 0:
+        beside["gradients after a pass beyond the pass"] = beyond
     recorded = config.training.capture and not config.data.document_mask and layout.zero_stage == 0
     others = [size for capacity, size in passes.items() if capacity != full]
     chunk = beside["logits chunk"] + beside["hidden states at the head"]
     graphs = max([forward_bytes(config, layout) + chunk, *others]) if recorded else 0
     before = sum(states.values()) - states["optimizer moments"] + passes[full]
-    return Memory(states, kept, beside, graphs, OUTSIDE_BYTES, before)
+    needed = Memory(states, kept, beside, graphs, OUTSIDE_BYTES, before)
+    return replace(needed, before_moments=needed.tensors) if layout.zero_stage else needed
 
 
 def check_memory(config: RunConfig, layout: Layout, available: float, gpu: str) -> None:

@@ -2,7 +2,8 @@
 
 A micro-batch's time is the sum of its products, scans, attention and bytes moved, times what the whole took over that
 sum where it was measured. Tensor-parallel exchanges run between the products, on the way back beside the product of
-the weight's gradient; the native engine reduces gradients after the last micro-batch.
+the weight's gradient. Replicas exchange when passes are done, and nothing runs beside it: the native engine and ZeRO 1
+after the last micro-batch, ZeRO 2 and 3 after each, and ZeRO 3 waits for each module's weights.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from megatron_essh.model.accounting import flops_per_token
 from megatron_essh.parallel.gradients import BUCKET_BYTES
 from megatron_essh.parallel.imbalance import simulate
 from megatron_essh.parallel.planning import (
+    ZERO_BUCKET,
     Layout,
     LocalSizes,
     Memory,
@@ -173,21 +175,18 @@ def exchanges(config: RunConfig, layout: Layout) -> list[Exchange]:
             found.append(Exchange("norms' gradients", 1, 4 * (layers + 1) * model.d_model, 2, "tp"))
     if dp > 1:
         own = LocalSizes.of(model, full_capacity(model), tp)
-        products = sum(product_weights(model, own).values())
-        weights = products + other_weights(model, own)
-        copies = item * products + 4 * (weights - products)
-        if stage == 0:
-            buckets = math.ceil(4 * weights / BUCKET_BYTES)
-            found.append(Exchange("gradients' sum", buckets, math.ceil(4 * weights / buckets), 2, "dp"))
-        elif stage == 1:
-            found.append(Exchange("gradients' scattered sum", 1, 4 * weights, 1, "dp"))
+        size = 4 * (sum(product_weights(model, own).values()) + other_weights(model, own))
+        buckets = math.ceil(size / (4 * ZERO_BUCKET if stage else BUCKET_BYTES))
+        each = math.ceil(size / buckets)
+        times = micros if stage >= 2 else 1
+        if stage == 3:
+            found.append(Exchange("gradients' scattered sum", times * buckets, each, 1, "dp"))
+            gathers = 3 if training.recompute == "block" else 2
+            found.append(Exchange("gather of weights, each pass", gathers * micros, size, 1, "dp"))
         else:
-            found.append(Exchange("gradients' scattered sum", micros, 4 * weights, 1, "dp", "the backward pass"))
+            found.append(Exchange("gradients' sum", times * buckets, each, 2, "dp"))
         if stage in (1, 2):
-            found.append(Exchange("gather of updated weights", 1, copies, 1, "dp"))
-        elif stage == 3:
-            times = 3 if training.recompute == "block" else 2
-            found.append(Exchange("gather of weights, each pass", times * micros, copies, 1, "dp", "both passes"))
+            found.append(Exchange("gather of updated weights", 1, size, 1, "dp"))
     return found
 
 
@@ -266,12 +265,8 @@ def _step_parts(config: RunConfig, layout: Layout, rates: Rates) -> tuple[float,
     micros = config.training.global_batch // layout.dp // config.training.micro_batch
     one = compute_seconds(config, layout, full_capacity(model), rates)
     tp_waiting = micros * _tp_seconds(config, layout, rates) if layout.tp > 1 else 0.0
-    waiting = 0.0
-    room = {"the backward pass": micros * one * 2 / 3, "both passes": micros * one}
-    for exchange in exchanges(config, layout):
-        if exchange.between == "dp":
-            seconds = exchange.calls * exchange_seconds(exchange, layout, rates)
-            waiting += max(0.0, seconds - room.get(exchange.beside, 0.0))
+    between = [exchange for exchange in exchanges(config, layout) if exchange.between == "dp"]
+    waiting = sum((e.calls * exchange_seconds(e, layout, rates) for e in between), 0.0)
     own = LocalSizes.of(model, full_capacity(model), layout.tp)
     weights = sum(product_weights(model, own).values()) + other_weights(model, own)
     updated = weights / layout.dp if layout.zero_stage else weights

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_essh.config import RunConfig, config_from_mapping, config_to_mapping, load_config
+from megatron_essh.config import RunConfig, TokenizerConfig, config_from_mapping, config_to_mapping, load_config
 from megatron_essh.errors import UserError
 
 ROOT = Path(__file__).parents[2] / "configs"
@@ -136,3 +136,8 @@ def test_a_file_that_is_missing_or_no_text(write, tmp_path):
     path.write_bytes(b"\xff\xfe\x00\x81")
     with pytest.raises(UserError, match="not a readable text file"):
         load_config(path)
+
+
+def test_a_pattern_is_of_rank_files_alone():
+    with pytest.raises(ValueError, match="pattern cl100k is of tiktoken rank files; leave it out for type byte"):
+        TokenizerConfig(type="byte", pattern="cl100k")
