@@ -185,8 +185,7 @@ def test_the_measured_peak_of_1p5b_under_zero_2_is_that_of_its_head() -> None:
 
 @pytest.mark.parametrize("dp", [2, 8])
 def test_passes_that_keep_little_leave_the_peak_to_the_gradients_after_them(dp: int) -> None:
-    run = config("1p5b", "elastic.slot_sequences=1", "data.sequence_length=64")
-    run = with_training(run, micro_batch=1, recompute="block")
+    run = config("1p5b", "training.micro_batch=1", "data.sequence_length=64", "training.recompute=block")
     weights = parameter_counts(run.model).total
     after = {1: 4 / dp * weights, 2: 4 * weights, 3: 4 * weights}
     for stage, expected in after.items():

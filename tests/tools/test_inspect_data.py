@@ -67,7 +67,7 @@ def test_a_document_is_shown_as_text(byte_pair: Any, command: Command) -> None:
     [
         (["--document", 3], "--document 3: .* has documents 0 to 2"),
         (["--document", 0, "--tokens", 0], "--tokens 0: must be at least 1"),
-        (["--document", 0, "--tokenizer-type", "tiktoken"], "--tokenizer-pattern: tokenizer type tiktoken needs"),
+        (["--document", 0, "--tokenizer-type", "tiktoken"], "--tokenizer-type, .*: tokenizer type tiktoken needs"),
         (["--document", 0, "--tokenizer-model", "x"], "--tokenizer-model: give --tokenizer-type with it"),
     ],
 )
