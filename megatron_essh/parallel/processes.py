@@ -33,10 +33,12 @@ def open_mesh(config: ParallelConfig, device: Literal["auto", "cpu", "cuda"]) ->
         device: training.device.
 
     Raises:
-        UserError: the environment does not describe a run, there are fewer GPUs than processes, or
-            parallel.tensor does not divide the processes.
+        UserError: the environment does not describe a run, there are fewer GPUs than processes, the
+            processes do not meet, or parallel.tensor does not divide them.
     """
     world = _number("WORLD_SIZE", 1)
+    if world < 1:
+        raise UserError(f"WORLD_SIZE is {world}, and a run has at least one process; {HOW}")
     if world == 1:
         if config.tensor > 1:
             raise UserError(f"parallel.tensor is {config.tensor}, and this is one process; {HOW}, or set it to 1")
@@ -46,9 +48,19 @@ def open_mesh(config: ParallelConfig, device: Literal["auto", "cpu", "cuda"]) ->
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(name):
             raise UserError(f"WORLD_SIZE is {world}, and {name} is not set; {HOW}")
+    _number("MASTER_PORT", None)
+    if rank >= world:  # nobody would ever answer it
+        raise UserError(f"RANK is {rank}, and WORLD_SIZE {world} has ranks 0 to {world - 1}; {HOW}")
     place = _own_device(device, local)
     timeout = timedelta(seconds=config.timeout_seconds)
-    store, rank, world = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    try:
+        store, rank, world = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    except dist.DistError as error:
+        raise UserError(
+            f"rank {rank} did not meet all {world} ranks (WORLD_SIZE) at {os.environ['MASTER_ADDR']}:"
+            f"{os.environ['MASTER_PORT']} within parallel.timeout_seconds {config.timeout_seconds}; see that all are "
+            f"started and that the port is free and reachable ({str(error).splitlines()[0]})"
+        ) from error
     watch = RankWatch(dist.PrefixStore("watch", store.clone()), rank, world, os.environ["MASTER_ADDR"], timeout)
     try:
         dist.init_process_group(
@@ -86,8 +98,9 @@ def _number(name: str, default: int | None) -> int:
     if not text and default is not None:
         return default
     if not text.isdecimal():
-        given = f"is {text!r}" if text else "is not set"
-        raise UserError(f"{name} {given} (WORLD_SIZE is {os.environ.get('WORLD_SIZE')}); {HOW}")
+        given = f"is {text!r}, no whole number" if text else "is not set"
+        size = "" if name == "WORLD_SIZE" else f" (WORLD_SIZE is {os.environ.get('WORLD_SIZE')})"
+        raise UserError(f"{name} {given}{size}; {HOW}")
     return int(text)
 
 

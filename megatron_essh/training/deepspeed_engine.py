@@ -9,9 +9,9 @@ weights are dealt out over the replicas (zero_shares.py):
   stage 3 knows only the mean, and gets its losses times the replicas.
 - Gradients are reduced when a backward pass is done, in the parameters' order. In the order in which backward passes
   bring them, which DeepSpeed's hooks take, capacities differ, and ranks would add up different parameters.
-- Stages 0 and 1 run the native passes, recorded and with gradients kept in place, and reduce once a step. Stages 2 and
-  3 reduce after every micro-batch: each replica runs as many, and in stage 3 the same modules in the same order, since
-  their weights are gathered together.
+- Stages 0 and 1 run the native passes, with gradients kept in place (stage 0 records them too), and reduce once a step.
+  Stages 2 and 3 reduce after every micro-batch: each replica runs as many, and in stage 3 the same modules in the same
+  order, since their weights are gathered together.
 - The norm is the native one, every element counted once, and DeepSpeed is told not to clip.
 """
 

@@ -235,6 +235,14 @@ def test_another_models_checkpoint_is_refused_by_name(saved) -> None:
             load(saved["tp2 dp1"], wanted)
 
 
+def test_a_resume_from_parameters_alone_is_told_what_they_are_good_for(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, 1, {"model.weight": torch.ones(4)}, {}, keep_last=1)
+    with pytest.raises(UserError, match=r"has no exp_avg\.weight \(1 missing in all\); parameters alone can be"):
+        load(path, {"model.weight": Want(), "exp_avg.weight": Want()})
+    with pytest.raises(UserError, match=r"has no model\.other \(1 missing in all\)$"):
+        load(path, {"model.other": Want()})
+
+
 @st.composite
 def spans(draw: st.DrawFn, shape: tuple[int, ...], sharding: Sharding) -> tuple[Span, Tensor]:
     """A span of a tensor of that shape, and the flat indices of its elements."""

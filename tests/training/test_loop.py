@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -335,6 +336,11 @@ def test_environments_and_devices_that_cannot_be_are_refused(launch, workplace) 
     ranks = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "zero"}
     refused(launch("pretrain", "--output", out, extra=ranks), "LOCAL_RANK is 'zero'", "torchrun")
     refused(launch("pretrain", "--output", out, extra=ranks | {"LOCAL_RANK": "0"}), "MASTER_ADDR is not set")
+    meeting = ranks | {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "port"}
+    refused(launch("pretrain", "--output", out, extra=meeting), "MASTER_PORT is 'port'")
+    meeting |= {"MASTER_PORT": "29400", "RANK": "2"}  # refused before anything listens or is waited for
+    refused(launch("pretrain", "--output", out, extra=meeting), "RANK is 2, and WORLD_SIZE 2 has ranks 0 to 1")
+    refused(launch("pretrain", "--output", out, extra={"WORLD_SIZE": "0"}), "WORLD_SIZE is 0", "torchrun")
     refused(launch("pretrain", "--output", out, "--set", "parallel.tensor=2"), "parallel.tensor is 2", "torchrun")
     if not torch.cuda.is_available():
         refused(launch("pretrain", "--output", out, "--set", "training.device=cuda"), "training.device: cuda")
@@ -342,6 +348,16 @@ def test_environments_and_devices_that_cannot_be_are_refused(launch, workplace) 
     refused(launch("pretrain", "--output", ""), "training: output is empty")
     refused(launch("refine", "--from", workplace, "--output", ""), "training: output is empty")
     refused(launch("pretrain", "--set", "training.stepz=3"), "unknown key training.stepz")
+
+
+def test_a_rank_that_the_others_do_not_join_says_so(launch, workplace) -> None:
+    with socket.socket() as taken:  # a port that is free once it is closed
+        taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1])
+    place = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    settings = ["--output", workplace / "alone", "--set", "parallel.timeout_seconds=2"]
+    told = f"rank 0 did not meet all 2 ranks (WORLD_SIZE) at 127.0.0.1:{port} within parallel.timeout_seconds 2"
+    refused(launch("pretrain", *settings, extra=place), told)
 
 
 def test_an_output_folder_may_have_any_name(launch, workplace) -> None:

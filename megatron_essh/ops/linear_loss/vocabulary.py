@@ -19,6 +19,9 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
+# torch 2.13 calls it by another name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 @dataclass(frozen=True)
 class VocabularyShard:
@@ -36,7 +39,7 @@ class VocabularyShard:
     def gather(self, own: Tensor) -> Tensor:
         """[tp, ..]: the ranks' tensors of one shape, the same on all ranks."""
         found = own.new_empty(self.tp, *own.shape)
-        dist.all_gather_into_tensor(found.flatten(0, 1), own.contiguous(), group=self.group)
+        _all_gather(found.flatten(0, 1), own.contiguous(), group=self.group)
         return found
 
     def sum_(self, own: Tensor) -> Tensor:

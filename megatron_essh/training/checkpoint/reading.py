@@ -77,7 +77,9 @@ def read_parts(manifest: Manifest, wanted: Mapping[str, Want]) -> dict[str, Tens
     stacked = {name for name in missing if _STACKED.fullmatch(name) and name.rpartition(".")[0] in places}
     if set(missing) != stacked:
         missing = [name for name in missing if name not in stacked]
-        raise UserError(f"{path}: has no {', '.join(missing[:SHOWN])} ({len(missing)} missing in all)")
+        alone = missing[0].startswith("exp_avg.") and not any(name.startswith("exp_avg.") for name in places)
+        remedy = "; parameters alone can be evaluated, exported and refined, and continue no run" if alone else ""
+        raise UserError(f"{path}: has no {', '.join(missing[:SHOWN])} ({len(missing)} missing in all){remedy}")
     if stacked:
         stacks = read_parts(manifest, {name.rpartition(".")[0]: Want() for name in stacked})
         read = read_parts(manifest, {name: want for name, want in wanted.items() if name not in stacked})
