@@ -7,7 +7,6 @@ with status 2. Anything else is our own defect and keeps its traceback.
 
 from __future__ import annotations
 
-import io
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -21,10 +20,6 @@ class UserError(ValueError):
 
 def run_command(main: Callable[[], int | None]) -> None:
     """Run a command's `main` and exit with its status: 0 for None, 2 for bad input."""
-    # A path need not be text: what the terminal's encoding does not have is written as an escape.
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
     try:
         status = main()
         if sys.stdout is not None:
