@@ -40,9 +40,13 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def workers_of(process: subprocess.Popen[str]) -> list[int]:
-    """Its spawned workers, the resource tracker not among them."""
-    found = []
-    for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+    """Its spawned workers, the resource tracker not among them; none of a process that has ended."""
+    found: list[int] = []
+    try:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    except FileNotFoundError:
+        return found
+    for child in children:
         try:
             if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
                 found.append(int(child))
