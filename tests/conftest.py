@@ -11,9 +11,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if not torch.cuda.is_available():
     # Kernels run in Triton's interpreter. It is chosen when Triton is first imported: any import below may do it.
@@ -216,3 +219,24 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Done]:
         return Done(status, out.getvalue(), err.getvalue())
 
     return run
+
+
+class _LargestTensor(TorchDispatchMode):
+    """Watches the number of elements of every tensor made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+@pytest.fixture
+def largest_tensor() -> type[_LargestTensor]:
+    """`with largest_tensor() as largest:` leaves in `largest.elements` how large a tensor was made."""
+    return _LargestTensor

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
-from megatron_essh.config import TokenizerConfig
+from megatron_essh.config import TokenizerConfig, config_from_mapping
 from megatron_essh.config.components import TokenizerType
 from megatron_essh.data.indexed_dataset import IndexedDataset
 from megatron_essh.data.inspection import Statistics, decode_document, histogram_lines, measure, verify
@@ -126,14 +126,13 @@ def _show_document(pair: IndexedDataset, arguments: argparse.Namespace) -> None:
 
 def _tokenizer(pair: IndexedDataset, arguments: argparse.Namespace) -> Tokenizer:
     if arguments.tokenizer_type is not None:
-        try:
-            config = TokenizerConfig(
-                type=arguments.tokenizer_type,
-                model=arguments.tokenizer_model,
-                pattern=arguments.tokenizer_pattern,
-            )
-        except ValueError as error:
-            raise UserError(f"--tokenizer-type, --tokenizer-model, --tokenizer-pattern: {error}") from None
+        flags = "--tokenizer-type, --tokenizer-model, --tokenizer-pattern"
+        named = {
+            "type": arguments.tokenizer_type,
+            "model": arguments.tokenizer_model,
+            "pattern": arguments.tokenizer_pattern,
+        }
+        config = config_from_mapping(TokenizerConfig, named, flags)
         return build_tokenizer(config)
     if arguments.tokenizer_model is not None:
         raise UserError("--tokenizer-model: give --tokenizer-type with it")

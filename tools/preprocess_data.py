@@ -11,7 +11,7 @@ import os
 import re
 from typing import get_args
 
-from megatron_essh.config import TokenizerConfig
+from megatron_essh.config import TokenizerConfig, config_from_mapping
 from megatron_essh.config.components import TokenizerType
 from megatron_essh.data.documents import LARGEST_DOCUMENT, find_files
 from megatron_essh.data.input_flags import add_input_flags
@@ -21,14 +21,13 @@ from megatron_essh.errors import UserError, run_command
 
 def main() -> None:
     arguments = _parser().parse_args()
-    try:
-        tokenizer = TokenizerConfig(
-            type=arguments.tokenizer_type,
-            model=arguments.tokenizer_model,
-            pattern=arguments.tokenizer_pattern,
-        )
-    except ValueError as error:
-        raise UserError(f"--tokenizer-type, --tokenizer-model, --tokenizer-pattern: {error}") from None
+    flags = "--tokenizer-type, --tokenizer-model, --tokenizer-pattern"
+    named = {
+        "type": arguments.tokenizer_type,
+        "model": arguments.tokenizer_model,
+        "pattern": arguments.tokenizer_pattern,
+    }
+    tokenizer = config_from_mapping(TokenizerConfig, named, flags)
     partition, partitions = _partition(arguments)
     task = Preprocessing(
         tokenizer=tokenizer,

@@ -18,9 +18,10 @@ from megatron_essh.config import ModelConfig
 from megatron_essh.elastic.capacity import Capacity
 from megatron_essh.errors import UserError
 from megatron_essh.model.accounting import ParameterCounts, TokenFlops, parameter_counts
-from megatron_essh.model.attention import rotary_table, rotate
+from megatron_essh.model.attention import rotary_table
 from megatron_essh.model.partition import Whole
 from megatron_essh.model.prefix import GradientScale
+from megatron_essh.ops.rotary.reference import rotate
 
 UNIT_MULTIPLE = 64
 """Matched feed-forward widths are multiples of it."""
@@ -124,7 +125,7 @@ class Attention(nn.Module):
 
     def forward(self, u_BTD: Tensor, table: tuple[Tensor, Tensor], mask_B1TT: Tensor | None) -> Tensor:
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self.qkv(u_BTD).chunk(3, dim=-1))
-        q_BHTD, k_BHTD, v_BHTD = (x.transpose(1, 2) for x in (rotate(q, table), rotate(k, table), v))
+        q_BHTD, k_BHTD, v_BHTD = (x.transpose(1, 2) for x in (rotate(q, *table), rotate(k, *table), v))
         out_BHTD = F.scaled_dot_product_attention(
             q_BHTD, k_BHTD, v_BHTD, attn_mask=mask_B1TT, is_causal=mask_B1TT is None
         )

@@ -21,13 +21,6 @@ def rotary_table(position: Tensor, head_dim: int, base: float, dtype: torch.dtyp
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def rotate(x_BTHD: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn the pairs (x_i, x_{i + D/2}) of queries or keys; arithmetic in the table's dtype, result in x's."""
-    cos, sin = table
-    first, second = x_BTHD.to(cos.dtype).chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_BTHD.dtype)
-
-
 class WindowAttention(nn.Module):
     """u_BTD -> y_BTD. Weights are head-major: qkv [H, 3, head_dim, D]; out_proj is input-major [H head_dim, D]."""
 

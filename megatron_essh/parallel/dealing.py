@@ -79,3 +79,20 @@ def check_slots(global_batch: int, slot_sequences: int, dp: int, setting: str) -
             f"{setting} {global_batch}: {slots} slots of elastic.slot_sequences {slot_sequences} do not divide among "
             f"{dp} replicas; set it to {fitting}, or change elastic.slot_sequences, parallel.tensor or the ranks"
         )
+
+
+def check_batches(config: RunConfig, refine: bool, dp: int) -> None:
+    """Refuse batches that `dp` replicas cannot share evenly.
+
+    Raises:
+        UserError: as `check_slots`, for any batch of the stage.
+    """
+    slot = config.elastic.slot_sequences
+    if refine:
+        check_slots(config.refinement.global_batch, slot, dp, "refinement.global_batch")
+        return
+    check_slots(config.training.global_batch, slot, dp, "training.global_batch")
+    ramp = config.data.batch_ramp
+    if ramp is not None:
+        check_slots(ramp.start, slot, dp, "data.batch_ramp.start")
+        check_slots(ramp.increment, slot, dp, "data.batch_ramp.increment")

@@ -290,12 +290,7 @@ class DeepSpeedEngine(NativeEngine):
                 )  # fmt: skip
             if first + mesh.dp_rank < len(kept):
                 totals[:, index] = torch.tensor([part.total, part.tokens], dtype=torch.float64)
-        if mesh.dp_group is not None:
-            exchanged = totals.to(self.device)
-            dist.all_reduce(exchanged, group=mesh.dp_group)
-            totals = exchanged.cpu()
-        losses, tokens = totals.tolist()
-        return sum(losses) / sum(tokens)
+        return self._mean_loss(totals)
 
     def compare_replicas(self) -> None:
         if self.zero_stage < 3:  # in stage 3 no two replicas hold the same

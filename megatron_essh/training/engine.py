@@ -29,14 +29,21 @@ from megatron_essh.errors import UserError
 from megatron_essh.evaluation.perplexity import Batches, score
 from megatron_essh.model.language_model import LanguageModel
 from megatron_essh.ops.linear import keep_gradients, refresh_copies
-from megatron_essh.parallel.dealing import check_slots, deal, slot_costs
+from megatron_essh.parallel.dealing import check_batches, deal, slot_costs
 from megatron_essh.parallel.gradients import GradientBuckets
 from megatron_essh.parallel.interleave import Sharding, local_count
 from megatron_essh.parallel.mesh import Mesh
 from megatron_essh.parallel.tensor_parallel import shard_model, sharding_of
 from megatron_essh.training.captured import CapturedPasses
 from megatron_essh.training.guard import RankTimes, SkipGuard, StepClock, compare_replicas
-from megatron_essh.training.optimizer import build_optimizer, make_moments, named_moments, set_updates, updates_done
+from megatron_essh.training.optimizer import (
+    MOMENTS,
+    build_optimizer,
+    make_moments,
+    named_moments,
+    set_updates,
+    updates_done,
+)
 from megatron_essh.training.schedule import learning_rate
 from megatron_essh.training.step_sums import Agreed, Skip, StepReport, StepSums, is_finite
 
@@ -69,7 +76,7 @@ class NativeEngine:
             raise UserError("data.document_mask is true, but the tokenizer's end-of-document id is not known")
         mesh = place if isinstance(place, Mesh) else Mesh.single(place)
         refine = stage == "refine"
-        _check_batches(config, refine, mesh.dp)
+        check_batches(config, refine, mesh.dp)
         self.mesh = mesh
         self.device = mesh.device
         self.config = config
@@ -379,7 +386,7 @@ class NativeEngine:
         """The parameter `name` and its moments, if there are any yet: all of the part of this tensor-parallel rank."""
         parameter = self.model.get_parameter(name)
         state = self.optimizer.state.get(parameter, {})
-        return [parameter.detach(), *(v for v in state.values() if _has_rows(v, parameter))]
+        return [parameter.detach(), *(state[moment] for moment in MOMENTS if moment in state)]
 
     def _put_unit_rows(self, name: str, rows: Sequence[Tensor], changed: Iterable[Tensor]) -> None:
         """Write `changed` in the place of `rows`, which `_unit_rows` gave."""
@@ -413,9 +420,13 @@ class NativeEngine:
                 chunk=training.loss_chunk,
             )
             totals[:, index] = torch.tensor([part.total, part.tokens], dtype=torch.float64)
-        if mesh.dp_group is not None:
+        return self._mean_loss(totals)
+
+    def _mean_loss(self, totals: Tensor) -> float:
+        """Of fp64 losses and tokens [2, batches], each batch's from one replica and 0 from the others."""
+        if self.mesh.dp_group is not None:
             exchanged = totals.to(self.device)
-            dist.all_reduce(exchanged, group=mesh.dp_group)
+            dist.all_reduce(exchanged, group=self.mesh.dp_group)
             totals = exchanged.cpu()
         losses, tokens = totals.tolist()
         return sum(losses) / sum(tokens)
@@ -593,20 +604,3 @@ def build_engine(
     from megatron_essh.training.deepspeed_engine import DeepSpeedEngine
 
     return DeepSpeedEngine(model, config, stage, place, eod=eod)
-
-
-def _check_batches(config: RunConfig, refine: bool, dp: int) -> None:
-    """Refuse batches that `dp` replicas cannot share evenly."""
-    slot = config.elastic.slot_sequences
-    if refine:
-        check_slots(config.refinement.global_batch, slot, dp, "refinement.global_batch")
-        return
-    check_slots(config.training.global_batch, slot, dp, "training.global_batch")
-    ramp = config.data.batch_ramp
-    if ramp is not None:
-        check_slots(ramp.start, slot, dp, "data.batch_ramp.start")
-        check_slots(ramp.increment, slot, dp, "data.batch_ramp.increment")
-
-
-def _has_rows(value: object, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == parameter.shape

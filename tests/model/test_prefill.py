@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_essh.config import ModelConfig
 from megatron_essh.errors import UserError
@@ -180,25 +179,10 @@ def test_no_two_tokens_of_a_call_are_written_to_one_slot(build):
     assert [sorted(row) for row in state.key_position_BW.tolist()] == [list(range(n - WINDOW, n)) for n in taken]
 
 
-class LargestTensor(TorchDispatchMode):
-    """Watches the number of elements of every tensor made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return result
-
-
-def test_memory_is_a_segments_and_not_the_prompts(build):
+def test_memory_is_a_segments_and_not_the_prompts(build, largest_tensor):
     model = build()
     x = tokens(1, 1500)
-    with LargestTensor() as largest:
+    with largest_tensor() as largest:
         model.prefill(x, model.init_state(1), segment=16)
     assert largest.elements < x.numel() * 32 // 4
 

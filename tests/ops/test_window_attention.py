@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention import varlen
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_essh.ops.window_attention import document_spans, flash, window_attention
 from megatron_essh.ops.window_attention.reference import BLOCK_ROWS, causal_window
@@ -292,23 +291,8 @@ def test_an_empty_input_gives_an_empty_output(cached):
         assert window_attention(q, k, v, window=5, documents_BT=none).shape == q.shape
 
 
-class LargestTensor(TorchDispatchMode):
-    """Watches the number of elements of every tensor made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return result
-
-
 @pytest.mark.parametrize("form", ["training", "documents", "cached"])
-def test_memory_grows_with_the_length_and_not_its_square(form):
+def test_memory_grows_with_the_length_and_not_its_square(form, largest_tensor):
     length, window = 3000, 40
     q, k, v = (x.float().requires_grad_(form != "cached") for x in random_qkv(*[(1, length, 1, 4)] * 3))
     settings_of = {
@@ -316,7 +300,7 @@ def test_memory_grows_with_the_length_and_not_its_square(form):
         "documents": {"documents_BT": random_documents(1, length)},
         "cached": {"q_position_BT": torch.arange(length)[None], "k_position_BS": torch.arange(length)[None]},
     }
-    with LargestTensor() as largest:
+    with largest_tensor() as largest:
         out = window_attention(q, k, v, window=window, **settings_of[form])
         if form != "cached":
             torch.autograd.grad(out.sum(), (q, k, v))

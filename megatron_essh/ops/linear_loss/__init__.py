@@ -18,12 +18,12 @@ ranks is the gradient, and is the caller's to take. A label outside the vocabula
 
 from __future__ import annotations
 
-import importlib.util
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from megatron_essh.ops import HAS_TRITON
 from megatron_essh.ops.linear_loss import reference
 from megatron_essh.ops.linear_loss.chunked import IGNORED, chunked_loss
 from megatron_essh.ops.linear_loss.vocabulary import VocabularyShard
@@ -101,7 +101,7 @@ def _implementation(weight_VD: Tensor) -> ModuleType:
         weight_VD.is_cuda
         and weight_VD.dtype != torch.float64
         and dtype in (torch.bfloat16, torch.float32)
-        and importlib.util.find_spec("triton") is not None
+        and HAS_TRITON
     ):
         from megatron_essh.ops.linear_loss import triton
 

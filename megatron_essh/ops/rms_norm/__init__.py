@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 from torch import Tensor
 
+from megatron_essh.ops import HAS_TRITON
 from megatron_essh.ops.rms_norm.reference import output_dtype, reference_add_norm, reference_norm
 
 LARGEST_KERNEL_WIDTH = 8192
 """Columns that the kernels take: a row is held in the registers of one program."""
-
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 __all__ = ["add_rms_norm", "rms_norm"]
 
@@ -55,7 +52,7 @@ def add_rms_norm(
 def _kernels_take(x: Tensor) -> bool:
     """Whether the Triton kernels serve this input: on a GPU, in a size and dtype that they are held to."""
     return (
-        _HAS_TRITON
+        HAS_TRITON
         and x.is_cuda
         and x.dtype in (torch.bfloat16, torch.float32)
         and x.numel() > 0

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 from torch import Tensor
 
+from megatron_essh.ops import HAS_TRITON
 from megatron_essh.ops.rotary.reference import reference_rotate_qkv
-
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 __all__ = ["rotate_qkv"]
 
@@ -29,7 +26,7 @@ def rotate_qkv(qkv_BTH3D: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
     assert cos.shape == sin.shape, f"tables {tuple(cos.shape)} and {tuple(sin.shape)}"
     assert tuple(cos.shape) in expected, f"tables {tuple(cos.shape)}; must be one of {expected}"
     if (
-        _HAS_TRITON
+        HAS_TRITON
         and qkv_BTH3D.is_cuda
         and qkv_BTH3D.dtype in (torch.bfloat16, torch.float32)
         and cos.dtype == torch.float32

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 from torch import Tensor
 
+from megatron_essh.ops import HAS_TRITON
 from megatron_essh.ops.selective_scan.reference import (
     Controls,
     ModalTables,
@@ -18,8 +17,6 @@ from megatron_essh.ops.selective_scan.reference import (
 
 LONGEST_KERNEL_INPUT = 1 << 19
 """Positions a kernel launch takes; longer sequences go through the reference."""
-
-_TRITON_IS_HERE = importlib.util.find_spec("triton") is not None
 
 __all__ = ["Controls", "ModalTables", "scan_step", "selective_scan"]
 
@@ -93,5 +90,5 @@ def _kernels_take(raw_BTKX: Tensor, modes: int) -> bool:
         and modes <= 16
         and columns - 3 * modes <= 128
         and raw_BTKX.stride(3) == 1
-        and _TRITON_IS_HERE
+        and HAS_TRITON
     )

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 from torch import Tensor
 
+from megatron_essh.ops import HAS_TRITON
 from megatron_essh.ops.swiglu.reference import reference_swiglu
-
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 __all__ = ["swiglu"]
 
@@ -27,7 +24,7 @@ def swiglu(gate_up: Tensor, square_sum_N: Tensor | None = None) -> Tensor:
     if square_sum_N is not None:
         assert square_sum_N.shape == (gate_up.shape[-1] // 2,), f"sums {tuple(square_sum_N.shape)}"
         assert square_sum_N.dtype == torch.float32, f"sums are {square_sum_N.dtype}; they are kept in fp32"
-    if _HAS_TRITON and gate_up.is_cuda and gate_up.dtype in (torch.bfloat16, torch.float32) and gate_up.numel() > 0:
+    if HAS_TRITON and gate_up.is_cuda and gate_up.dtype in (torch.bfloat16, torch.float32) and gate_up.numel() > 0:
         from megatron_essh.ops.swiglu.triton import triton_swiglu
 
         return triton_swiglu(gate_up, square_sum_N)
