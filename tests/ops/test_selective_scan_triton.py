@@ -22,6 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 WIDTHS = [8, 14, 16, 24, 28, 32, 56, 64, 112]
 HUGE = 80.0  # a clock that empties the state
 NAMES = ("z", "leaving state", "raw", "entering state", *ModalTables._fields)
+BIASES = ("write_bias", "read_bias", "clock_bias")
 OUTPUT_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.004}
 GRADIENT_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.005}
 
@@ -129,8 +130,9 @@ def values_and_gradients(
 def assert_follows_the_reference(case: Case, *layout: Tensor | None, neutral_gates: bool = False) -> None:
     """Relative root mean square of every result, and of each kind of column of raw's gradient.
 
-    A table's gradient is a sum over all positions, of which little may be left: one as near as the reference comes in
-    fp32 is near enough.
+    A table's gradient is a sum over all positions, of which little may be left. So a bias, whose terms are the
+    gradients of its pre-activations, is held to the size of the terms; another table, where it is not as near as that
+    to its own size, to four times the error of the reference in fp32.
     """
     dtype, modes = case[0].dtype, case[1].theta.shape[1]
     width = case[0].shape[-1] - 3 * modes
@@ -146,12 +148,16 @@ def assert_follows_the_reference(case: Case, *layout: Tensor | None, neutral_gat
         sections = [width, modes, modes, modes] if name == "raw" else [other.shape[-1]]
         for number, (part, wanted) in enumerate(zip(one.split(sections, -1), other.split(sections, -1), strict=True)):
             error = torch.linalg.vector_norm(part.double() - wanted)
-            allowed = tolerance * torch.linalg.vector_norm(wanted)
-            if error > allowed and name in ModalTables._fields:
+            size = wanted
+            if name in BIASES:
+                terms = expected[NAMES.index("raw")].split([width, modes, modes, modes], -1)[1 + BIASES.index(name)]
+                size = terms.abs().sum((0, 1))
+            allowed = tolerance * torch.linalg.vector_norm(size)
+            if error > allowed and name in ModalTables._fields and name not in BIASES:
                 in_fp32 = values_and_gradients(case, *layout, neutral_gates=neutral_gates, reference=torch.float32)[
                     NAMES.index(name)
                 ]
-                allowed = torch.linalg.vector_norm(in_fp32.double() - wanted)
+                allowed = 4 * torch.linalg.vector_norm(in_fp32.double() - wanted)
             assert error <= allowed, (name, number, error, allowed)
 
 
@@ -355,7 +361,7 @@ def test_every_width_and_count_of_modes_at_every_odd_length(width, modes, dtype)
 @pytest.mark.gpu
 def test_a_thousand_random_calls_follow_the_reference():
     """Any batch, length, channels, prefix of wider channels, marks and clocks, in three kinds: few to compile."""
-    random = Random(0)
+    random, failures = Random(0), []
     for number in range(1000):
         width, modes, dtype = random.choice([(8, 4, torch.float32), (28, 8, torch.bfloat16), (64, 8, torch.bfloat16)])
         shape = (random.randint(1, 3), random.randint(1, random.choice([20, 80, 300])), 8, modes, width)
@@ -370,7 +376,8 @@ def test_a_thousand_random_calls_follow_the_reference():
         try:
             assert_follows_the_reference(case, documents, valid)
         except AssertionError as error:
-            raise AssertionError(f"call {number}, {tuple(case[0].shape)}, {dtype}: {error}") from error
+            failures.append(f"call {number}, {tuple(case[0].shape)}, {dtype}: {error}")
+    assert not failures, "\n".join(failures)
 
 
 @pytest.mark.gpu
