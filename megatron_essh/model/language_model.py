@@ -6,7 +6,7 @@ continue a `ModelState`. Both take a `Capacity` and run the smaller tensors, as 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,8 @@ class LanguageModel(nn.Module):
         self.config = config
         self.recompute: Recompute = "none"
         """What `hidden` computes anew in the backward pass instead of keeping it; the engine sets it."""
+        self.after_block_backward: Callable[[int], object] | None = None
+        """Called with a block's number when a backward pass of `hidden` is through it: its gradients are done."""
         self.partition = Whole()
         """Where the weights are; `parallel.tensor_parallel.shard_model` deals them out and sets another."""
         self.embedding = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.d_model), freeze=False)
@@ -120,6 +122,8 @@ class LanguageModel(nn.Module):
         x_BTD, branch_BTD = partition.embed(self.embedding.weight, tokens_BT), None
         for layer, block in enumerate(self._blocks()):
             sums_N = None if square_sums_LN is None else square_sums_LN[layer]
+            if self.after_block_backward is not None:
+                _call_on_gradient(x_BTD if branch_BTD is None else branch_BTD, self.after_block_backward, layer)
             x_BTD, branch_BTD = block(x_BTD, branch_BTD, given, sums_N, self.recompute)
         return partition.enter_head(normed(x_BTD, branch_BTD, self.final_norm)[1])
 
@@ -285,3 +289,18 @@ class LanguageModel(nn.Module):
             x_BTD, u_BTD = normed(x_BTD, branch_BTD, block.ff_norm)
             branch_BTD = block.feed_forward(u_BTD, capacity.ff_width)
         return normed(x_BTD, branch_BTD, self.final_norm)[1]
+
+
+def _call_on_gradient(x: Tensor, function: Callable[[int], object], layer: int) -> None:
+    """Call `function(layer)` once the gradient of x is there, if there will be one.
+
+    All that was computed from x and after it has then been gone through: autograd takes what was computed last first,
+    and adds up a parameter's gradient as soon as it has it.
+    """
+    if not x.requires_grad:
+        return
+
+    def called(_: Tensor) -> None:
+        function(layer)
+
+    x.register_hook(called)

@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_essh.config import RunConfig
 from megatron_essh.data.packing import IGNORED, next_token_task
@@ -114,6 +114,9 @@ class NativeEngine:
         self._skips = SkipGuard(config.training.skip_limit)
         self._passes: CapturedPasses | None = None
         self._buckets: GradientBuckets | None = None
+        self._blocks_done: list[torch.cuda.Event] = []
+        """By block, when the last backward pass was through it: recorded passes record it too. Only where gradients are
+        summed beside it."""
         self._gradient_factor = torch.ones((), device=self.device)
         self._prepare_gradients()
 
@@ -121,9 +124,13 @@ class NativeEngine:
         """Keep gradients in place where they are exchanged; on a GPU low-precision weights too, and record passes."""
         cuda = self.device.type == "cuda"
         if cuda or self.mesh.world > 1:
-            self._buckets = GradientBuckets(reversed(list(self.model.parameters())))
+            self._buckets = GradientBuckets(reversed(list(self.model.parameters())), block_of=blocks_of(self.model))
         if not cuda:
             return
+        if self.mesh.dp > 1 and self.mesh.tp == 1:
+            self._blocks_done = [torch.cuda.Event(external=True) for _ in self.model.blocks]
+            self._beside = torch.cuda.Stream(self.device)
+            self.model.after_block_backward = lambda layer: self._blocks_done[layer].record()
         keep_gradients(self.model.product_weights())
         self._refresh_copies()
         training = self.config.training
@@ -284,6 +291,10 @@ class NativeEngine:
 
     def _reduce_gradients(self) -> None:
         if self._buckets is not None:
+            if self._blocks_done:
+                assert self.mesh.dp_group is not None
+                self._buckets.reduce_beside(self.mesh.dp_group, self._blocks_done, self._beside)
+                return
             own_positions = self.config.parallel.sequence_parallel
             self._buckets.reduce(self.mesh.dp_group, self.mesh.tp_group if own_positions else None)
             return
@@ -593,6 +604,11 @@ class NativeEngine:
         # Products keep low-precision weights themselves, and a recorded pass must not use a cache from outside it.
         enabled = self.config.training.precision == "bf16"
         return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled, cache_enabled=self._passes is None)
+
+
+def blocks_of(model: LanguageModel) -> dict[nn.Parameter, int]:
+    """The block of every parameter that is in one."""
+    return {parameter: layer for layer, block in enumerate(model.blocks) for parameter in block.parameters()}
 
 
 def build_engine(

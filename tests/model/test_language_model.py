@@ -267,3 +267,33 @@ def test_tables_stay_fp32_under_autocast(precision):
     exact = build(dtype=torch.float64).hidden(tokens(2, 17))
     error = (hidden.double() - exact).norm() / exact.norm()
     assert error < (1e-5 if precision is torch.float32 else 3e-2)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "block"])
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("capacity", [None, SMALL])
+def test_a_block_is_called_done_when_its_gradients_are(capacity, kept, recompute):
+    model = build()
+    model.recompute = recompute
+    if kept:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        keep_gradients(model.product_weights())
+    order, seen = [], {}
+
+    def done(layer):
+        order.append(layer)
+        for later in range(layer, CONFIG.n_layers):
+            for name, parameter in model.blocks[later].named_parameters():
+                seen[layer, later, name] = None if parameter.grad is None else parameter.grad.clone()
+
+    model.after_block_backward = done
+    scale = GradientScale(mixer=0.5, feed_forward=0.25)
+    hidden = model.hidden(tokens(2, 9), capacity, gradient_scale=scale)
+    with torch.no_grad():
+        model.hidden(tokens(2, 9), capacity)
+    hidden.square().sum().backward()
+    assert order == [3, 2, 1, 0]
+    for (_, later, name), early in seen.items():
+        final = model.blocks[later].get_parameter(name).grad
+        assert (early is None and final is None) or torch.equal(early, final), (later, name)

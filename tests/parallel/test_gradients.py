@@ -46,6 +46,15 @@ def _within(grad, flat):
     return grad.numel() > 0 and 0 <= grad.data_ptr() - flat.data_ptr() < flat.nbytes
 
 
+def test_buckets_of_blocks_are_done_with_the_first_of_their_blocks():
+    made = parameters()
+    buckets = GradientBuckets(made, 1000, block_of={made[0]: 2, made[1]: 2, made[3]: 1, made[4]: 0})
+    for flat in buckets.flats:
+        blocks = {(2, 2, None, 1, 0, None)[i] for i, p in enumerate(made) if _within(p.grad, flat)}
+        assert buckets._done_after.get(flat) == (None if None in blocks else min(blocks, default=None)), blocks
+    assert len(buckets._done_after) >= 3
+
+
 def reduced(over_tp):
     made = parameters()
     buckets = GradientBuckets(made, 1000)
