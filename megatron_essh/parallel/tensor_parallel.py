@@ -2,8 +2,9 @@
 
 Spectral channels, attention heads, feed-forward units and vocabulary entries are dealt out in turn, so that a capacity
 is a prefix of every rank's tensors. A sub-layer's products give each rank a share of the sum that is added to the
-residual stream: one all-reduce a sub-layer on the way forward, after the output product, and one on the way back, of
-the gradient of the input product's input, while the gradient of its weight is computed.
+residual stream: one all-reduce a sub-layer on the way forward, of the output product, whose first half of the
+positions is summed while the second is computed, and one on the way back, of the gradient of the input product's
+input, while the gradient of its weight is computed.
 
 With sequence parallelism the residual stream and the norms hold 1 / tp of the positions on each rank. The all-reduce
 becomes a scattered sum, and a gather before the next input product: the same bytes, and norms and what they keep for
@@ -14,6 +15,8 @@ How each part of the model is dealt out stands in `sharding_of`, and nowhere els
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,6 +34,7 @@ from megatron_essh.parallel.collectives import (
     same_on_ranks,
     scatter_sum,
     start_gather,
+    start_sum,
     sum_over_ranks,
 )
 from megatron_essh.parallel.interleave import Sharding, local_count
@@ -39,6 +43,10 @@ from megatron_essh.parallel.mesh import Mesh
 CHANNEL_TABLES = ("write_bias", "read_bias", "clock_bias", "rho_raw", "theta", "kc", "ks", "zero_lag", "beta")
 INPUT_PRODUCTS = ("in_proj", "qkv", "gate_up")
 """Weights whose product's input is the same on every rank, so that its gradient is summed over them."""
+
+
+OUTPUT_PRODUCTS = ("out_proj", "down")
+"""Weights whose product's results are summed over the ranks."""
 
 
 def sharding_of(name: str, config: ModelConfig) -> Sharding | None:
@@ -90,6 +98,8 @@ def shard_model(model: LanguageModel, mesh: Mesh, *, sequence_parallel: bool = F
         parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
         if name.rpartition(".")[2] in INPUT_PRODUCTS:
             parameter.exchange = partition.exchange  # type: ignore[attr-defined]
+        if name.rpartition(".")[2] in OUTPUT_PRODUCTS and not sequence_parallel:
+            parameter.output_sum = partial(start_sum, group=partition.group, beside=True)  # type: ignore[attr-defined]
     model.partition = partition
 
 
@@ -125,11 +135,12 @@ class TensorParallel(Whole):
         # Tokens of other ranks read a row that is there, which spreads their zero gradients over the rows.
         row_BT = torch.div(tokens_BT, tp, rounding_mode="floor").clamp_max(weight_VD.shape[0] - 1)
         x_BTD = F.embedding(row_BT, weight_VD)
-        return self.leave(x_BTD.masked_fill((tokens_BT % tp != rank)[..., None], 0.0))
+        own_BTD = x_BTD.masked_fill((tokens_BT % tp != rank)[..., None], 0.0)
+        return scatter_sum(own_BTD, self.group) if self.sequence_parallel else sum_over_ranks(own_BTD, self.group)
 
     def leave(self, y_BTD: Tensor) -> Tensor:
-        """The sum of all ranks' units: whole, or this rank's slab of it. `y_BTD` may be overwritten."""
-        return scatter_sum(y_BTD, self.group) if self.sequence_parallel else sum_over_ranks(y_BTD, self.group)
+        """The sum of all ranks' units: whole, as the output product gives it, or this rank's slab of it."""
+        return scatter_sum(y_BTD, self.group) if self.sequence_parallel else y_BTD
 
     def enter_head(self, hidden_BTD: Tensor) -> Tensor:
         """Hidden states of all positions; each rank's head and loss give a share of their gradient."""

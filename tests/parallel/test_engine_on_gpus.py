@@ -1,6 +1,6 @@
 """Two GPUs take one GPU's steps: recorded passes with exchanges inside, kept gradients, both precisions."""
 
-from functools import cache
+import gc
 from pathlib import Path
 
 import pytest
@@ -38,28 +38,39 @@ def steps(tp, *overrides):
     return reports, {n: t.cpu() for n, t in engine.whole_state().items()}, recorded, engine.times.take()
 
 
-LAYOUTS = [
-    pytest.param(1, (), id="data parallel"),
-    pytest.param(2, ("parallel.tensor=2",), id="tensor parallel"),
-    pytest.param(2, ("parallel.tensor=2", "parallel.sequence_parallel=true"), id="positions shared"),
-]
+LAYOUTS = {
+    "data parallel": (1, ()),
+    "tensor parallel": (2, ("parallel.tensor=2",)),
+    "positions shared": (2, ("parallel.tensor=2", "parallel.sequence_parallel=true")),
+}
+PRECISIONS = ("fp32", "bf16")
+
+
+def every(layouts):
+    """`steps` of each layout and precision, by both."""
+    found = {}
+    for name, (tp, layout) in layouts.items():
+        for precision in PRECISIONS:
+            found[name, precision] = steps(tp, f"training.precision={precision}", *layout)
+            gc.collect()  # recorded passes hold memory
+    return found
 
 
 @pytest.fixture(scope="module")
 def one_gpu(run_ranks):
-    """What `steps` gives of a precision on one GPU, run once."""
-    return cache(
-        lambda precision: run_ranks(1, steps, 1, f"training.precision={precision}", backend="nccl", timeout=240)[0]
-    )
+    return run_ranks(1, every, {"one": (1, ())}, backend="nccl", timeout=240)[0]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(("tp", "layout"), LAYOUTS)
-def test_two_gpus_take_one_gpus_steps(run_ranks, one_gpu, tp, layout, precision):
-    setting = f"training.precision={precision}"
-    expected, state, _, _ = one_gpu(precision)
-    ranks = run_ranks(2, steps, tp, setting, *layout, backend="nccl", timeout=240)
-    (reports, found, recorded, times), other = ranks
+@pytest.fixture(scope="module")
+def two_gpus(run_ranks):
+    return run_ranks(2, every, LAYOUTS, backend="nccl", timeout=240)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_gpus_take_one_gpus_steps(one_gpu, two_gpus, layout, precision):
+    expected, state, _, _ = one_gpu["one", precision]
+    (reports, found, recorded, times), other = (rank[layout, precision] for rank in two_gpus)
     assert reports == other[0]
     assert recorded >= 2
     tolerance = 2e-5 if precision == "fp32" else 5e-3

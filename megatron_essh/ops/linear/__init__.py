@@ -1,16 +1,19 @@
 """Products with the model's weights: prefixes of rows, low-precision copies, gradients added up where they are kept.
 
-A weight may carry three attributes. Two are set by a training engine:
+A weight may carry four attributes. Two are set by a training engine:
 
 - `compute_copy`: the weight in the dtype of the products, kept fresh after every change of the weight, so that no
   pass casts it anew;
 - `main_grad`: an fp32 tensor of its shape. Gradients are then added to it by the product that computes them, in fp32
   and without a temporary, and none is returned to autograd; of a prefix, only its rows are touched.
 
-The third is set by whoever deals a model out over processes:
+Two are set by whoever deals a model out over processes:
 
 - `exchange`: an `Exchange`, what `linear` asks of the other processes. Its input comes as this process has it and is
-  gathered; the gradient of its input is reduced while that of the weight is computed.
+  gathered; the gradient of its input is reduced while that of the weight is computed;
+- `output_sum`: begins to sum rows of `linear_input_major`'s result over the processes, in place, and gives the call
+  that waits for it. Half of the rows are summed while the other half is computed. The result's gradient is the same
+  on every process.
 
 Without them these are ordinary differentiable products. The products' dtype is the autocast dtype where autocast is
 on, else the input's.
@@ -38,6 +41,10 @@ __all__ = [
     "main_grad",
     "refresh_copies",
 ]
+
+
+Sum = Callable[[Tensor], Callable[[], Tensor]]
+"""Begins the sum of a tensor over processes, in its place, and gives the call that waits for it."""
 
 
 class Exchange(Protocol):
@@ -108,7 +115,7 @@ def linear_input_major(
 ) -> Tensor:  # fmt: skip
     """output_scale times x [.., r] times the first r rows of an input-major weight [R, D]: [.., D]."""
     rows = x.shape[-1]
-    if weight.is_cuda or main_grad(weight) is not None:
+    if weight.is_cuda or main_grad(weight) is not None or hasattr(weight, "output_sum"):
         return _product(x, weight, rows, gradient_scale, output_scale, True)
     y = torch.matmul(x, prefix(weight, rows, gradient_scale))
     return y if output_scale == 1.0 else y * output_scale
@@ -153,7 +160,13 @@ class _Product(torch.autograd.Function):
             x_NI = exchange.gather(x_NI)()
         ctx.weight, ctx.rows, ctx.input_major = weight, rows, input_major
         ctx.gradient_scale, ctx.output_scale = gradient_scale, output_scale
-        return _times(x_NI, matrix if input_major else matrix.T, output_scale)
+        output_sum: Sum | None = getattr(weight, "output_sum", None)
+        matrix_IO = matrix if input_major else matrix.T
+        return (
+            _times(x_NI, matrix_IO, output_scale)
+            if output_sum is None
+            else _summed(x_NI, matrix_IO, output_scale, output_sum)
+        )
 
     @staticmethod
     @once_differentiable
@@ -182,8 +195,19 @@ class _Product(torch.autograd.Function):
         return d_x_NI, d_weight, None, None, None, None, None
 
 
-def _times(x_NI: Tensor, matrix_IO: Tensor, scale: float) -> Tensor:
+def _times(x_NI: Tensor, matrix_IO: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
     """scale times x times matrix, the scale applied before the result is rounded."""
     if scale == 1.0:
-        return torch.mm(x_NI, matrix_IO)
-    return torch.addmm(x_NI.new_empty(()), x_NI, matrix_IO, beta=0, alpha=scale)
+        return torch.mm(x_NI, matrix_IO, out=out)
+    return torch.addmm(x_NI.new_empty(()), x_NI, matrix_IO, beta=0, alpha=scale, out=out)
+
+
+def _summed(x_NI: Tensor, matrix_IO: Tensor, scale: float, start: Sum) -> Tensor:
+    """`_times` summed over the processes: the first half of the rows is under way while the second is computed."""
+    y_NO = x_NI.new_empty(x_NI.shape[0], matrix_IO.shape[1])
+    waits = []
+    for x, y in zip(x_NI.chunk(2), y_NO.chunk(2), strict=True):
+        waits.append(start(_times(x, matrix_IO, scale, out=y)))
+    for wait in waits:
+        wait()
+    return y_NO
