@@ -10,6 +10,7 @@ through one small exchange a step, and all of them decide by its result.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal
@@ -222,6 +223,8 @@ class NativeEngine:
             slots=len(plan),
             ordered=ordered,
             grad_norm_by_part=agreed.norm_by_part,
+            slots_by_capacity=dict(Counter(budget_label(b, elastic) for b in plan)),
+            flops=sum(self._slot_costs(plan)) * elastic.slot_sequences * self.config.data.sequence_length,
             skipped=skipped,
             stop=agreed.stop,
         )

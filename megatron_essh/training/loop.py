@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from megatron_essh.config import RunConfig, config_to_mapping
+from megatron_essh.device import device_name, peak_tflops
 from megatron_essh.elastic.capacity import tier_capacities
 from megatron_essh.elastic.plan import FULL, budget_label
 from megatron_essh.errors import UserError
@@ -319,7 +320,12 @@ class Run:
             print(text, flush=True)
 
     def _log(self, metrics: MetricsWriter | None) -> None:
-        record = {**self.progress.window.take(), "tokens": self.progress.tokens}
+        device, peak = self.mesh.device, None
+        if (one := peak_tflops(device_name(device), self.config.training.precision)) is not None:
+            peak = one * self.mesh.world
+        record = {**self.progress.window.take(peak), "tokens": self.progress.tokens, "memory_mib": None}
+        if device.type == "cuda":  # all that the allocator took, recorded passes included, of the first rank
+            record["memory_mib"] = torch.cuda.max_memory_reserved(device) / 2**20
         if self.mesh.world > 1:
             record["ranks"] = self.engine.times.take()
         if metrics is not None:

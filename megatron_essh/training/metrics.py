@@ -22,6 +22,7 @@ from megatron_essh.training.step_sums import StepReport
 
 _CAPACITY = "capacity "
 _PART = "part "
+_SLOTS = "slots "
 _RANKS = ("communication_share", "waiting_share", "slowest_pace")
 """What progress records of several ranks tell of them, as TensorBoard shows it."""
 
@@ -44,7 +45,9 @@ class ProgressWindow:
             "tokens": report.tokens,
             "seconds": seconds,
             "skipped": float(report.skipped is not None),
+            "flops": report.flops,
         }
+        terms |= {_SLOTS + label: slots for label, slots in report.slots_by_capacity.items()}
         if report.skipped is None:
             terms["loss"] = report.loss
             terms |= {_CAPACITY + label: loss for label, loss in report.loss_by_capacity.items()}
@@ -57,14 +60,19 @@ class ProgressWindow:
             self._counts[name] = self._counts.get(name, 0) + 1
         self._last["learning_rate"] = report.learning_rate
 
-    def take(self) -> dict[str, Any]:
+    def take(self, peak_tflops: float | None = None) -> dict[str, Any]:
         """The window's record, as metrics.jsonl holds it less kind and step; the window is empty afterwards.
 
-        Losses, gradient norms of parts and the full share are means over the steps (those in which the capacity took
-        part), learning rate and gradient norm the last step's. What only skipped steps could tell is None.
+        peak_tflops: what the run's devices compute at most, together; None where that is not known.
+
+        Slots of a capacity are counted over the steps. Losses, gradient norms of parts and the full share are means
+        over the steps (those in which the capacity took part), learning rate and gradient norm the last step's. What
+        only skipped steps could tell is None.
         """
         means = {name: total / self._counts[name] for name, total in self._sums.items()}
         labels = (name.removeprefix(_CAPACITY) for name in means if name.startswith(_CAPACITY))
+        slots = {name.removeprefix(_SLOTS): int(n) for name, n in self._sums.items() if name.startswith(_SLOTS)}
+        seconds = max(self._sums["seconds"], 1e-9)
         record = {
             "loss": means.get("loss"),
             "loss_by_capacity": {label: means[_CAPACITY + label] for label in sorted(labels, key=_widest_first)},
@@ -74,7 +82,9 @@ class ProgressWindow:
             "grad_norm_by_part": {n.removeprefix(_PART): v for n, v in means.items() if n.startswith(_PART)},
             "skipped_steps": int(self._sums.get("skipped", 0)),
             "full_share": means["full_share"],
-            "tokens_per_second": self._sums["tokens"] / max(self._sums["seconds"], 1e-9),
+            "slots_by_capacity": {label: slots[label] for label in sorted(slots, key=_widest_first)},
+            "tokens_per_second": self._sums["tokens"] / seconds,
+            "mfu": self._sums["flops"] / seconds / 1e12 / peak_tflops if peak_tflops else None,
         }
         self._sums, self._counts, self._last = {}, {}, {}
         return record
@@ -126,10 +136,11 @@ class MetricsWriter:
         self._line({"kind": "step", "step": step, **record})
         for name in (
             "loss", "learning_rate", "grad_norm", "tokens_per_second", "full_share", "divergence", "skipped_steps",
+            "mfu", "memory_mib",
         ):  # fmt: skip
-            if record[name] is not None:
+            if record.get(name) is not None:
                 self._board.scalar(f"train/{name}", record[name], step)
-        for group in ("loss_by_capacity", "grad_norm_by_part"):
+        for group in ("loss_by_capacity", "grad_norm_by_part", "slots_by_capacity"):
             for label, value in record[group].items():
                 self._board.scalar(f"train/{group}/{label}", value, step)
         if record.get("ranks"):

@@ -71,6 +71,10 @@ class StepReport:
     """Whether the feed-forward units were ordered after the step."""
     grad_norm_by_part: dict[str, float] = field(default_factory=dict)
     """Norm of the gradient of each part of the model, before clipping."""
+    slots_by_capacity: dict[str, int] = field(default_factory=dict)
+    """The plan: how many of the step's slots run each capacity, by its label."""
+    flops: float = 0.0
+    """Floating-point operations of the model, forward and backward, teachers included; recomputation is not counted."""
     skipped: Skip | None = None
     """Why nothing was updated; None: it was."""
     stop: bool = False

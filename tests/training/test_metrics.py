@@ -54,10 +54,19 @@ reports = st.builds(
 
 def test_a_window_means_over_its_steps_and_each_capacitys_own_steps() -> None:
     window = ProgressWindow()
-    window.add(report(loss=1.0, loss_by_capacity={"full": 1.0, "8/32": 4.0}, full_slots=3, divergence=0.5), 2.0)
+    slots = {"8/32": 1, "full": 3}
+    window.add(
+        report(
+            loss=1.0, loss_by_capacity={"full": 1.0, "8/32": 4.0}, full_slots=3, divergence=0.5,
+            slots_by_capacity=slots, flops=2e13,
+        ),
+        2.0,
+    )  # fmt: skip
     window.add(report(loss=3.0, loss_by_capacity={"full": 3.0}, learning_rate=2e-3, grad_norm=0.25), 3.0)
-    window.add(report(loss=5.0, loss_by_capacity={"full": 5.0, "16/32": 7.0, "8/32": 6.0}, full_slots=2), 5.0)
-    record = window.take()
+    slots = {"full": 2, "8/32": 1, "16/32": 1}
+    losses = {"full": 5.0, "16/32": 7.0, "8/32": 6.0}
+    window.add(report(loss=5.0, loss_by_capacity=losses, full_slots=2, slots_by_capacity=slots, flops=4e13), 5.0)
+    record = window.take(peak_tflops=12.0)
     assert record == {
         "loss": 3.0,
         "loss_by_capacity": {"full": 3.0, "16/32": 7.0, "8/32": 5.0},
@@ -67,7 +76,9 @@ def test_a_window_means_over_its_steps_and_each_capacitys_own_steps() -> None:
         "grad_norm_by_part": {},
         "skipped_steps": 0,
         "full_share": (3 + 4 + 2) / 12,
+        "slots_by_capacity": {"full": 5, "16/32": 1, "8/32": 2},
         "tokens_per_second": 30.0,
+        "mfu": 0.5,
     }
     assert list(record["loss_by_capacity"]) == ["full", "16/32", "8/32"]
     window.add(report(loss=9.0), 1.0)
