@@ -32,10 +32,10 @@ from rich.table import Table
 from megatron_essh.benchmarks.data import DataCase, measure_drawing, measure_serving
 from megatron_essh.benchmarks.prefill import Prompt, measure_prefill
 from megatron_essh.benchmarks.scan import measure_scan
-from megatron_essh.benchmarks.timing import device_name
 from megatron_essh.benchmarks.training import Case, Schedule, make_case, measure_training, ratios, with_batches
 from megatron_essh.config import RunConfig, load_config
 from megatron_essh.config.command_line import ConfigParser, add_config_arguments
+from megatron_essh.device import device_name
 from megatron_essh.errors import UserError, run_command
 from megatron_essh.files import write_atomically
 from megatron_essh.parallel.mesh import Mesh

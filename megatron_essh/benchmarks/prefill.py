@@ -20,9 +20,10 @@ from megatron_essh.baselines.transformer import (
     transformer_flops,
     transformer_parameters,
 )
-from megatron_essh.benchmarks.timing import device_name, peak_tflops, timed
+from megatron_essh.benchmarks.timing import timed
 from megatron_essh.benchmarks.training import ModelName
 from megatron_essh.config import RunConfig
+from megatron_essh.device import device_name, peak_tflops
 from megatron_essh.elastic.capacity import Capacity, full_capacity, parse_capacity
 from megatron_essh.model.accounting import flops_per_token, parameter_counts
 from megatron_essh.model.language_model import LanguageModel

@@ -1,4 +1,4 @@
-"""Clocks, memory and what a device could do at most. Knows nothing of models."""
+"""Clocks and memory. Knows nothing of models."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-
-from megatron_essh.device import device_name as device_name
-from megatron_essh.device import peak_tflops as peak_tflops
 
 
 def wait(device: torch.device) -> None:

@@ -23,13 +23,12 @@ from megatron_essh.baselines.transformer import (
 )
 from megatron_essh.benchmarks.parts import measure_parts
 from megatron_essh.benchmarks.timing import (
-    device_name,
     milliseconds,
     peak_memory_mib,
-    peak_tflops,
     reset_peak_memory,
 )
 from megatron_essh.config import RunConfig
+from megatron_essh.device import device_name, peak_tflops
 from megatron_essh.elastic.capacity import budget_capacity, full_capacity
 from megatron_essh.elastic.distillation import MicroLoss, full_loss
 from megatron_essh.elastic.plan import FULL, pretraining_plan
