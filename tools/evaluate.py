@@ -2,10 +2,12 @@
 
 python tools/evaluate.py perplexity out/exports/T4 --data out/data/corpus_text_validation
 python tools/evaluate.py perplexity out/run --data PREFIX --tier T1 --tier T4 --tier full --json scores.json
+python tools/evaluate.py perplexity out/exports/T4 --data PREFIX --weights int8 --weights fp8
 
 perplexity: mean negative log-likelihood a token (nats), its exponential, and bits a byte where the tokenizer is
-known. The same model, data and settings give the same figures. The JSON is one object for one capacity, a list of
-objects for several; a perplexity that no float holds (nll above 709) is null there, and inf on the terminal.
+known. The same model, data and settings give the same figures. With --weights, each capacity is measured as it is
+stored and then with its weights quantised, with what that changes. The JSON is one object for one measurement, a list
+of objects for several; a perplexity that no float holds (nll above 709) is null there, and inf on the terminal.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rich.console import Console
 from rich.progress import track
@@ -28,12 +30,17 @@ from megatron_essh.elastic.capacity import Capacity, full_capacity, parse_capaci
 from megatron_essh.errors import UserError, run_command
 from megatron_essh.evaluation.data import open_evaluation_data
 from megatron_essh.evaluation.perplexity import Windows, score, scored_bytes
+from megatron_essh.evaluation.quantized import quantized_model
 from megatron_essh.export.loading import open_model, open_tokenizer
 from megatron_essh.export.provenance import Provenance
 from megatron_essh.files import write_atomically
 from megatron_essh.inference.command import add_model_arguments, describe, given_tokenizer
+from megatron_essh.inference.quantization import Quantization
 from megatron_essh.model.accounting import parameter_counts
 from megatron_essh.version import __version__
+
+STORED = "stored"
+"""Weights as the model holds them."""
 
 
 def main() -> None:
@@ -45,6 +52,12 @@ def main() -> None:
     command.add_argument("--data", required=True, metavar="PREFIX", help="token pair PREFIX.bin and PREFIX.idx")
     command.add_argument(
         "--tier", action="append", help="T1, ..., full or K,n; may be repeated (default: all that MODEL holds)"
+    )
+    command.add_argument(
+        "--weights",
+        action="append",
+        choices=get_args(Quantization),
+        help="as stored, and then with the weights of products in eight bits, as decoding has them; may be repeated",
     )
     command.add_argument("--sequence-length", type=int, help="tokens a window (default: as trained)")
     command.add_argument("--batch-size", type=int, help="windows a batch (default: as trained)")
@@ -60,6 +73,8 @@ def perplexity(args: argparse.Namespace) -> None:
     device = pick_device(args.device)
     model, config, provenance = open_model(args.model, device)
     capacities = _capacities(args.tier, config, provenance)
+    if args.weights and len(set(args.weights)) < len(args.weights):
+        raise UserError(f"--weights: one of {', '.join(args.weights)} is given twice")
     data = open_evaluation_data(args.data, provenance, config.data)
     length = config.data.sequence_length if args.sequence_length is None else args.sequence_length
     windows = Windows(
@@ -77,43 +92,54 @@ def perplexity(args: argparse.Namespace) -> None:
         flush=True,
     )
     text_bytes = None if tokenizer is None else scored_bytes(windows, tokenizer, cut_at=data.cut_at)
+    kinds: list[Quantization] = args.weights or []
     rows = []
     for tier, capacity in capacities.items():
-        batches = track(windows, description=tier, total=len(windows), console=Console(stderr=True), transient=True)
-        result = score(
-            model,
-            batches,
-            capacity,
-            cut_at=data.cut_at,
-            precision=args.precision,
-            chunk=config.training.loss_chunk,
-        )
-        rows.append(
-            {
-                "model": provenance.path,
-                "kind": provenance.kind,
-                "tier": tier,
-                "channels": capacity.channels,
-                "ff_width": capacity.ff_width,
-                "parameters": parameter_counts(config.model, capacity).total,
-                "stage": provenance.stage,
-                "step": provenance.step,
-                "sha256": provenance.sha256,
-                "origin": provenance.origin,
-                "origin_sha256": provenance.origin_sha256,
-                "data": str(Path(args.data).resolve()),
-                "data_fingerprint": data.dataset.fingerprint,
-                "sequence_length": length,
-                "precision": args.precision,
-                "nll": result.nll,
-                "perplexity": result.perplexity if math.isfinite(result.perplexity) else None,
-                "tokens": result.tokens,
-                "text_bytes": text_bytes,
-                "bytes_per_token": None if text_bytes is None else text_bytes / result.tokens,
-                "bits_per_byte": None if not text_bytes else result.bits_per_byte(text_bytes),
-                "package_version": __version__,
-            }
-        )
+        for weights in (STORED, *kinds):
+            named = tier if weights == STORED else f"{tier} {weights}"
+            batches = track(
+                windows, description=named, total=len(windows), console=Console(stderr=True), transient=True
+            )
+            if weights == STORED:
+                run, cut, head_VD = model, capacity, None
+            else:
+                (run, head_VD), cut = quantized_model(model, capacity, weights), None
+            result = score(
+                run,
+                batches,
+                cut,
+                cut_at=data.cut_at,
+                precision=args.precision,
+                chunk=config.training.loss_chunk,
+                head_VD=head_VD,
+            )
+            rows.append(
+                {
+                    "model": provenance.path,
+                    "kind": provenance.kind,
+                    "tier": tier,
+                    "weights": weights,
+                    "channels": capacity.channels,
+                    "ff_width": capacity.ff_width,
+                    "parameters": parameter_counts(config.model, capacity).total,
+                    "stage": provenance.stage,
+                    "step": provenance.step,
+                    "sha256": provenance.sha256,
+                    "origin": provenance.origin,
+                    "origin_sha256": provenance.origin_sha256,
+                    "data": str(Path(args.data).resolve()),
+                    "data_fingerprint": data.dataset.fingerprint,
+                    "sequence_length": length,
+                    "precision": args.precision,
+                    "nll": result.nll,
+                    "perplexity": result.perplexity if math.isfinite(result.perplexity) else None,
+                    "tokens": result.tokens,
+                    "text_bytes": text_bytes,
+                    "bytes_per_token": None if text_bytes is None else text_bytes / result.tokens,
+                    "bits_per_byte": None if not text_bytes else result.bits_per_byte(text_bytes),
+                    "package_version": __version__,
+                }
+            )
     _print_rows(rows)
     if args.json is not None:
         content = rows[0] if len(rows) == 1 else rows
@@ -150,10 +176,20 @@ def _print_rows(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         perplexity = math.inf if row["perplexity"] is None else row["perplexity"]
         bits = "unknown" if row["bits_per_byte"] is None else f"{row['bits_per_byte']:.4f}"
+        changed = ""
+        if row["weights"] == STORED:
+            stored_nll = row["nll"]
+        else:
+            changed = f"  {row['weights']}: perplexity x {_ratio(row['nll'] - stored_nll)}"
         print(
             f"{row['tier']:>8} {row['channels']:>8} {row['ff_width']:>6} {row['parameters']:>14,} {row['nll']:>8.4f} "
-            f"{perplexity:>11.3f} {bits:>9} {row['tokens']:>12,}"
+            f"{perplexity:>11.3f} {bits:>9} {row['tokens']:>12,}{changed}"
         )
+
+
+def _ratio(nll: float) -> str:
+    """exp of a difference of losses, which a broken model may make as large as it likes."""
+    return f"{math.exp(nll):.4f}" if abs(nll) < 100 else f"e^{nll:.0f}"
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def _essh(config: RunConfig, tier: str, tokens: Tensor, prompt: Prompt, device: 
     capacity: Capacity = full_capacity(shape) if tier == "full" else parse_capacity(tier, shape, config.elastic)
     with device:
         model = LanguageModel(shape)
-    _set_precision(model, config)
+    set_precision(model, config.training.precision)
     given = tokens.to(device)
 
     def prefill(tokens_BT: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def _transformer(
     shape = matched_config(config.model)
     with device:
         model = Transformer(shape)
-    _set_precision(model, config)
+    set_precision(model, config.training.precision)
     if compiled:
         for block in model.blocks:
             block.compile()
@@ -132,10 +132,10 @@ def _transformer(
     }
 
 
-def _set_precision(model: nn.Module, config: RunConfig) -> None:
-    """Weights in bf16 where the config says so, all but the per-channel tables of spectral mixers."""
+def set_precision(model: nn.Module, precision: str) -> None:
+    """Weights in bf16 where the precision is that, all but the per-channel tables of spectral mixers."""
     model.requires_grad_(False)
-    if config.training.precision == "bf16":
+    if precision == "bf16":
         for name, parameter in model.named_parameters():
             if name.rpartition(".")[2] not in ModalTables._fields:
                 parameter.data = parameter.data.bfloat16()

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from megatron_essh.data.indexed_dataset import IndexedDataset, check_ids, check_token_ids
 from megatron_essh.data.packing import IGNORED, next_token_task
@@ -126,6 +127,7 @@ def score(
     cut_at: int | None = None,
     precision: Literal["fp32", "bf16"] = "fp32",
     chunk: int | None = 4096,
+    head_VD: Tensor | None = None,
 ) -> Score:
     """Negative log-likelihood of every token in `batches` that is predicted.
 
@@ -137,6 +139,7 @@ def score(
             cut after it, and the token that follows it is not scored.
         precision: bf16 is autocast, as in training.
         chunk: positions whose logits exist at one time.
+        head_VD: an output head in place of the model's own, which is its embedding.
 
     Raises:
         UserError: no token to score, or a likelihood that is not finite.
@@ -151,7 +154,7 @@ def score(
             hidden_BTD = model.hidden(inputs_BT, capacity, documents_BT=documents_BT)
             loss = cross_entropy(
                 hidden_BTD.flatten(0, 1),
-                model.head_weight,
+                model.head_weight if head_VD is None else head_VD,
                 labels_BT.flatten(),
                 chunk=chunk,
                 vocabulary=model.partition.vocabulary,

@@ -1,12 +1,15 @@
-"""Continuing a prompt token by token, and turning the tokens into text as they come.
+"""Continuing prompts token by token, and turning the tokens into text as they come.
 
-`generate` prefills the prompt and steps the model; `TextStream` decodes tokens to text and never gives out
-half a character. Neither knows where the model came from or where the text goes.
+`generate_many` runs requests through an engine's slots; `TextStream` decodes tokens to text and never gives out half
+a character, `StopStrings` ends a text before a given string. None knows where the model came from or where the text
+goes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,7 +17,8 @@ from torch import Tensor
 from megatron_essh.data.tokenizers import Tokenizer
 from megatron_essh.elastic.capacity import Capacity
 from megatron_essh.errors import UserError
-from megatron_essh.inference.sampling import SamplingConfig, draw, token_probabilities
+from megatron_essh.inference.engine import Drawn, Engine, check_prompt, check_seed
+from megatron_essh.inference.sampling import SamplingConfig
 from megatron_essh.model.language_model import LanguageModel
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -27,6 +31,92 @@ def real_tokens(tokenizer: Tokenizer, entries: int) -> Tensor:
     return torch.tensor([tokenizer.has(token) for token in range(entries)])
 
 
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A text to be made."""
+
+    prompt: tuple[int, ...]
+    """Token ids, at least one."""
+    sampling: SamplingConfig
+    """How its tokens are drawn."""
+    seed: int = 0
+    """Of the draws: the text is a function of it, the logits and nothing else."""
+    max_new_tokens: int
+    """Tokens to draw at most."""
+    stop_token: int | None = None
+    """Ends the text when drawn, as its last token; None runs on to `max_new_tokens`."""
+
+    def check(self, entries: int) -> None:
+        """Refuse a request that a model of a vocabulary of `entries` cannot answer, with a `UserError`."""
+        check_prompt(self.prompt, entries)
+        if self.max_new_tokens < 1:
+            raise UserError(f"max_new_tokens: {self.max_new_tokens} asks for no token; give 1 or more")
+        check_seed(self.seed)
+
+
+def generate_many(
+    engine: Engine, requests: Sequence[Request], ended: Collection[int] = ()
+) -> Iterator[tuple[int, int]]:
+    """Continue many prompts: yields (number of the request, new token) as tokens are drawn.
+
+    Requests wait for a slot in their order. Those of one prompt that enter together are prefilled once. The device
+    works on a step while the tokens of the step before it are given out.
+
+    Args:
+        ended: numbers of requests that get no more tokens; the caller adds to it between tokens.
+
+    Raises:
+        UserError: a request that cannot be answered (before anything runs), logits that are not finite.
+    """
+    for request in requests:
+        request.check(engine.model.config.vocab_size)
+    return _generate_many(engine, requests, ended)
+
+
+def _generate_many(engine: Engine, requests: Sequence[Request], ended: Collection[int]) -> Iterator[tuple[int, int]]:
+    waiting = deque(range(len(requests)))
+    slot_of: dict[int, int] = {}
+    begun, given = [0] * len(requests), [0] * len(requests)
+    under_way: tuple[list[int], Drawn] | None = None
+
+    def done(number: int) -> bool:
+        return number in ended or number not in slot_of
+
+    try:
+        while waiting or slot_of:
+            entered: dict[tuple[int, ...], int] = {}
+            while waiting and engine.free:
+                number = waiting.popleft()
+                if number in ended:
+                    continue
+                request = requests[number]
+                twin = entered.get(request.prompt)
+                if twin is None:
+                    slot_of[number] = engine.add(request.prompt, request.sampling, request.seed)
+                    entered[request.prompt] = slot_of[number]
+                else:
+                    slot_of[number] = engine.fork(twin, sampling=request.sampling, seed=request.seed)
+            numbers = [n for n in slot_of if begun[n] < requests[n].max_new_tokens and n not in ended]
+            before, under_way = under_way, None
+            if numbers:
+                under_way = numbers, engine.step([slot_of[number] for number in numbers])
+                for number in numbers:
+                    begun[number] += 1
+            if before is not None:
+                for number, token in zip(before[0], before[1].tokens(), strict=True):
+                    if done(number):
+                        continue
+                    given[number] += 1
+                    if token == requests[number].stop_token or given[number] == requests[number].max_new_tokens:
+                        engine.remove(slot_of.pop(number))
+                    yield number, token
+            for number in [n for n in slot_of if n in ended]:
+                engine.remove(slot_of.pop(number))
+    finally:  # whoever stops taking tokens leaves the engine as it was
+        for slot in slot_of.values():
+            engine.remove(slot)
+
+
 def generate(
     model: LanguageModel,
     prompt: Sequence[int],
@@ -37,64 +127,27 @@ def generate(
     capacity: Capacity | None = None,
     real_V: Tensor | None = None,
     stop_token: int | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Iterator[int]:
-    """Continue `prompt`: yields each new token as soon as it is drawn.
-
-    The draws are a pure function of the seed and the logits: a random generator of their own, on the CPU,
-    makes one uniform number a token. A stop token ends the text and is the last one yielded.
+    """Continue one prompt: yields each new token. `generate_many` with an engine for this one text.
 
     Args:
         model: any capacity of it may run.
-        prompt: token ids, at least one.
         config: temperature and filters.
-        max_new_tokens: tokens to draw at most.
-        seed: of the draws.
         capacity: the prefix of the model to run; None runs all.
         real_V: bool [V], False for entries that are never drawn (see `real_tokens`). None: all may be.
-        stop_token: ends the text when drawn; None runs on to `max_new_tokens`.
+        dtype: of the decode steps' weights and activations, fp32 or bf16.
 
     Raises:
         UserError: an empty prompt, an id outside the vocabulary, no token to draw, an impossible seed, logits
             that are not finite.
     """
-    entries = model.config.vocab_size
-    if not prompt:
-        raise UserError("prompt: no tokens; give at least one")
-    outside = [token for token in prompt if not 0 <= token < entries]
-    if outside:
-        raise UserError(f"prompt: token {outside[0]} lies outside the model's vocabulary of {entries} entries")
-    if max_new_tokens < 1:
-        raise UserError(f"max_new_tokens: {max_new_tokens} asks for no token; give 1 or more")
-    if not 0 <= seed < 2**63:
-        raise UserError(f"seed: {seed} must lie in 0 to 2^63 - 1")
-    return _generate(model, prompt, config, max_new_tokens, seed, capacity, real_V, stop_token)
-
-
-def _generate(
-    model: LanguageModel,
-    prompt: Sequence[int],
-    config: SamplingConfig,
-    max_new_tokens: int,
-    seed: int,
-    capacity: Capacity | None,
-    real_V: Tensor | None,
-    stop_token: int | None,
-) -> Iterator[int]:
-    uniforms = torch.Generator().manual_seed(seed)
-    # Inference mode is entered around each call, not around the loop: a suspended loop would leave it on.
-    with torch.inference_mode():
-        state = model.init_state(1, capacity, max_length=len(prompt) + max_new_tokens)
-        logits_BV, state = model.prefill(torch.tensor([prompt], device=model.device), state, capacity)
-    for count in range(1, max_new_tokens + 1):
-        with torch.inference_mode():
-            probabilities_BV = token_probabilities(logits_BV, config, real_V=real_V)
-            token_B = draw(probabilities_BV, torch.rand(1, dtype=torch.float64, generator=uniforms))
-        token = int(token_B)
-        yield token
-        if token == stop_token or count == max_new_tokens:
-            return
-        with torch.inference_mode():
-            logits_BV, state = model.step(token_B, state, capacity)
+    request = Request(
+        prompt=tuple(prompt), sampling=config, seed=seed, max_new_tokens=max_new_tokens, stop_token=stop_token
+    )
+    request.check(model.config.vocab_size)
+    engine = Engine(model, capacity, dtype=dtype, max_length=len(prompt) + max_new_tokens, real_V=real_V)
+    return (token for _, token in generate_many(engine, [request]))
 
 
 class TextStream:
@@ -132,3 +185,42 @@ class TextStream:
         text = self._text()
         piece, self._given = text[self._given :], len(text)
         return piece
+
+
+class StopStrings:
+    """Text in, text out, up to the string that is complete first (of several, the longest), which is not given out.
+
+    An end of the text that may be the beginning of one of them is held back until it is or is not.
+    """
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        if "" in strings:
+            raise UserError("stop: an empty string is in every text; give at least one character")
+        self._strings = tuple(strings)
+        self._held = ""
+        self.found = False
+        """Whether the text has ended."""
+
+    def push(self, piece: str) -> str:
+        """Take in more text; what of it is certain to belong to the text."""
+        if self.found:
+            return ""
+        text = self._held + piece
+        found = [(place + len(string), place) for string in self._strings if (place := text.find(string)) >= 0]
+        if found:
+            self.found, self._held = True, ""
+            return text[: min(found)[1]]
+        longest = max((len(string) for string in self._strings), default=1) - 1
+        certain = next(
+            (at for at in range(max(0, len(text) - longest), len(text)) if self._may_begin(text[at:])), len(text)
+        )
+        self._held = text[certain:]
+        return text[:certain]
+
+    def _may_begin(self, end: str) -> bool:
+        return any(string.startswith(end) for string in self._strings)
+
+    def finish(self) -> str:
+        """What was held back, when no more text comes."""
+        held, self._held = self._held, ""
+        return held

@@ -1,7 +1,8 @@
-"""From logits to the next token: temperature, top-k, top-p.
+"""From logits to the next token: repetition penalty, temperature, top-k, top-p, min-p.
 
 Pure functions: the uniform numbers that decide a draw are arguments, so a text depends on its seed alone, not
-on what else is in the batch or on a device's random generator. Knows nothing of models or tokenizers.
+on what else is in the batch or on a device's random generator. This is the definition; `device_sampling` draws by it
+without sorting. Knows nothing of models or tokenizers.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from megatron_essh.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """How the next token is drawn. The filters apply in this order: temperature, top-k, top-p."""
+    """How the next token is drawn. All apply in this order: penalty, temperature, top-k, top-p, min-p."""
 
     temperature: float = 1.0
     """Divides the logits. 0 takes the most probable token, the lowest id among equals."""
@@ -25,6 +26,10 @@ class SamplingConfig:
     """Keep the k most probable tokens; of equals at the edge, the lower ids. None, or over V, keeps all."""
     top_p: float = 1.0
     """Keep the fewest most probable tokens whose mass reaches p (at least one); 1 keeps all."""
+    min_p: float = 0.0
+    """Keep the tokens at least this share as probable as the most probable one; 0 keeps all."""
+    repetition_penalty: float = 1.0
+    """Divides the positive logits, and multiplies the negative ones, of tokens that are in the text or its prompt."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -33,9 +38,20 @@ class SamplingConfig:
             raise UserError(f"top_k: {self.top_k} keeps no token; give 1 or more")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p: {self.top_p} must lie above 0 and at most at 1")
+        if not 0 <= self.min_p <= 1:
+            raise UserError(f"min_p: {self.min_p} must lie in 0 to 1")
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise UserError(f"repetition_penalty: {self.repetition_penalty} is not a finite number above 0")
 
 
-def token_probabilities(logits_BV: Tensor, config: SamplingConfig, *, real_V: Tensor | None = None) -> Tensor:
+def penalised(logits_BV: Tensor, seen_BV: Tensor, penalty: float | Tensor) -> Tensor:
+    """The logits with those of seen tokens (bool [B, V]) made smaller, in their dtype; `penalty` may be [B, 1]."""
+    return torch.where(seen_BV, torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty), logits_BV)
+
+
+def token_probabilities(
+    logits_BV: Tensor, config: SamplingConfig, *, real_V: Tensor | None = None, seen_BV: Tensor | None = None
+) -> Tensor:
     """The distribution that `draw` samples.
 
     Args:
@@ -43,6 +59,7 @@ def token_probabilities(logits_BV: Tensor, config: SamplingConfig, *, real_V: Te
         config: temperature and filters.
         real_V: bool [V], False for entries that stand for no token (vocabulary padding): they get probability
             zero. None: every entry is a token.
+        seen_BV: bool [B, V], the tokens that the repetition penalty is for. None: none.
 
     Returns:
         [B, V] float64; every row sums to one. At temperature 0 all mass is on one token.
@@ -50,6 +67,8 @@ def token_probabilities(logits_BV: Tensor, config: SamplingConfig, *, real_V: Te
     Raises:
         UserError: a logit of a real token is NaN or +inf, or all of them are -inf.
     """
+    if seen_BV is not None and config.repetition_penalty != 1:
+        logits_BV = penalised(logits_BV, seen_BV, config.repetition_penalty)
     scores_BV = logits_BV.double()
     if real_V is not None:
         scores_BV = scores_BV.masked_fill(~real_V, -torch.inf)
@@ -66,7 +85,7 @@ def token_probabilities(logits_BV: Tensor, config: SamplingConfig, *, real_V: Te
 def _filter(probabilities_BV: Tensor, config: SamplingConfig) -> Tensor:
     vocabulary = probabilities_BV.shape[-1]
     top_k = min(config.top_k or vocabulary, vocabulary)
-    if top_k == vocabulary and config.top_p == 1:
+    if top_k == vocabulary and config.top_p == 1 and config.min_p == 0:
         return probabilities_BV
     # Stable: equals stay in the order of their ids.
     sorted_BV, ids_BV = probabilities_BV.sort(dim=-1, descending=True, stable=True)
@@ -76,6 +95,7 @@ def _filter(probabilities_BV: Tensor, config: SamplingConfig) -> Tensor:
         dropped_BV = torch.zeros_like(sorted_BV, dtype=torch.bool)  # the most probable always stays
         dropped_BV[:, 1:] = sorted_BV.cumsum(dim=-1)[:, :-1] >= config.top_p
         sorted_BV = sorted_BV.masked_fill(dropped_BV, 0)
+    sorted_BV = sorted_BV.masked_fill(sorted_BV < config.min_p * sorted_BV[:, :1], 0)
     kept_BV = torch.zeros_like(probabilities_BV).scatter_(-1, ids_BV, sorted_BV)
     return kept_BV / kept_BV.sum(dim=-1, keepdim=True)
 

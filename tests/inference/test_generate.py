@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -11,7 +13,16 @@ from megatron_essh.config import TokenizerConfig
 from megatron_essh.data.tokenizers import build_tokenizer
 from megatron_essh.elastic.capacity import Capacity
 from megatron_essh.errors import UserError
-from megatron_essh.inference import SamplingConfig, TextStream, generate, real_tokens
+from megatron_essh.inference import (
+    Engine,
+    Request,
+    SamplingConfig,
+    StopStrings,
+    TextStream,
+    generate,
+    generate_many,
+    real_tokens,
+)
 
 GREEDY = SamplingConfig(temperature=0.0)
 PROMPT = [5, 250, 17, 17, 90]
@@ -93,6 +104,108 @@ def test_tokens_come_as_they_are_drawn_and_modes_do_not_leak(model):
 def test_bad_requests_are_refused_before_anything_runs(model, prompt, settings_, message):
     with pytest.raises(UserError, match=message):
         generate(model, prompt, GREEDY, **{"max_new_tokens": 4, **settings_})
+
+
+REQUESTS = [
+    Request(prompt=prompt, sampling=config, seed=seed, max_new_tokens=count, stop_token=stop)
+    for prompt, config, seed, count, stop in [
+        ((5, 250, 17), SamplingConfig(), 1, 9, None),
+        ((5, 250, 17), SamplingConfig(), 2, 14, None),
+        ((4,), SamplingConfig(temperature=0.7, top_k=9), 3, 1, None),
+        ((5, 250, 17), GREEDY, 4, 20, None),
+        (tuple(range(30)), SamplingConfig(top_p=0.9, repetition_penalty=1.3), 5, 12, None),
+        ((90, 91), SamplingConfig(temperature=2.0), 6, 60, 82),
+    ]
+]
+
+
+def alone(model, request):
+    return list(
+        generate(
+            model,
+            request.prompt,
+            request.sampling,
+            seed=request.seed,
+            max_new_tokens=request.max_new_tokens,
+            stop_token=request.stop_token,
+        )
+    )
+
+
+@pytest.mark.parametrize("slots", [1, 2, 4, 6, 9])
+def test_texts_made_together_are_those_made_alone(model, device, slots):
+    model = model.to(device)
+    engine = Engine(model, slots=slots, dtype=torch.float32)
+    texts = [[] for _ in REQUESTS]
+    for number, token in generate_many(engine, REQUESTS):
+        texts[number].append(token)
+    assert texts == [alone(model, request) for request in REQUESTS]
+    assert len(texts[5]) < 60
+    assert texts[5][-1] == 82
+    assert engine.free == slots
+
+
+def test_a_text_that_the_caller_ends_gets_no_more_tokens_and_frees_its_slot(model):
+    engine = Engine(model, slots=2, dtype=torch.float32)
+    expected = [alone(model, request) for request in REQUESTS]
+    texts, ended = [[] for _ in REQUESTS], set()
+    for number, token in generate_many(engine, REQUESTS, ended):
+        assert number not in ended
+        texts[number].append(token)
+        if number in (1, 3) and len(texts[number]) == 4:
+            ended.add(number)
+            ended.add(4)  # which has not begun
+    assert texts[1] == expected[1][:4]
+    assert texts[3] == expected[3][:4]
+    assert texts[4] == []
+    assert [texts[number] for number in (0, 2, 5)] == [expected[number] for number in (0, 2, 5)]
+    assert engine.free == 2
+
+
+def test_whoever_stops_taking_tokens_leaves_the_engine_empty(model):
+    engine = Engine(model, slots=3, dtype=torch.float32)
+    tokens = generate_many(engine, REQUESTS)
+    next(tokens)
+    assert engine.free == 0
+    tokens.close()
+    assert engine.free == 3
+
+
+def test_one_bad_request_is_refused_before_any_runs(model):
+    engine = Engine(model, slots=3, dtype=torch.float32)
+    bad = Request(prompt=(), sampling=GREEDY, max_new_tokens=3)
+    with pytest.raises(UserError, match="prompt: no tokens"):
+        generate_many(engine, [REQUESTS[0], bad])
+    assert engine.free == 3
+
+
+@given(
+    text=st.text(alphabet="ab\n", max_size=14),
+    stops=st.lists(st.text(alphabet="ab\n", min_size=1, max_size=4), max_size=3),
+    cuts=st.lists(st.integers(0, 14), max_size=5),
+)
+@settings(max_examples=400, deadline=None)
+def test_a_text_ends_before_the_first_stop_string_however_it_comes(text, stops, cuts):
+    ends = [end for end in range(len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
+    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    stream, given_out = StopStrings(stops), ""
+    for begin, end in pairwise(edges):
+        given_out += stream.push(text[begin:end])
+        # Nothing is held back that cannot be the beginning of a stop string.
+        held = text[len(given_out) : end]
+        assert stream.found or held == "" or any(stop.startswith(held) for stop in stops)
+    assert stream.found == bool(ends)
+    given_out += stream.finish()
+    if not ends:
+        assert given_out == text
+        return
+    longest = max(len(stop) for stop in stops if text[: ends[0]].endswith(stop))
+    assert given_out == text[: ends[0] - longest]
+
+
+def test_an_empty_stop_string_is_refused():
+    with pytest.raises(UserError, match="stop: an empty string"):
+        StopStrings(["a", ""])
 
 
 def stream_text(tokenizer, prompt_ids, ids):

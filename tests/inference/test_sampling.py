@@ -13,8 +13,10 @@ from megatron_essh.errors import UserError
 from megatron_essh.inference import SamplingConfig, draw, token_probabilities
 
 
-def brute_force(logits: list[float], config: SamplingConfig, real: list[bool]) -> list[float]:
+def brute_force(logits: list[float], config: SamplingConfig, real: list[bool], seen: list[bool]) -> list[float]:
     """The definition, one token at a time, in Python numbers."""
+    penalty = config.repetition_penalty
+    logits = [(x / penalty if x > 0 else x * penalty) if s else x for x, s in zip(logits, seen, strict=True)]
     ids = [i for i in range(len(logits)) if real[i]]
     best = max(ids, key=lambda i: (logits[i], -i))
     if config.temperature == 0:
@@ -30,26 +32,33 @@ def brute_force(logits: list[float], config: SamplingConfig, real: list[bool]) -
             break
         kept.append(i)
         reached += weight[i] / mass
+    kept = [i for i in kept if weight[i] >= config.min_p * weight[best]]
     total = math.fsum(weight[i] for i in kept)
     return [weight[i] / total if i in kept else 0.0 for i in range(len(logits))]
 
 
 @given(
     # Few distinct values, so that ties are common; the false entries would win if they were not kept out.
-    logits=st.lists(st.tuples(st.sampled_from([-3.0, -1.0, 0.0, 0.5, 2.0]), st.booleans()), min_size=1, max_size=14),
+    logits=st.lists(
+        st.tuples(st.sampled_from([-3.0, -1.0, 0.0, 0.5, 2.0]), st.booleans(), st.booleans()), min_size=1, max_size=14
+    ),
     temperature=st.sampled_from([0.0, 0.3, 1.0, 2.5]),
     top_k=st.one_of(st.none(), st.integers(1, 20)),
     # Off the sums that those values make, where rounding would decide.
     top_p=st.one_of(st.just(1.0), st.floats(0.011, 0.989).map(lambda p: round(p, 2) + 0.000371)),
+    min_p=st.one_of(st.just(0.0), st.floats(0.01, 0.98).map(lambda p: round(p, 2) + 0.000371)),
+    penalty=st.sampled_from([1.0, 2.0, 0.5]),
 )
 @settings(max_examples=300, deadline=None)
-def test_distribution_equals_brute_force(logits, temperature, top_k, top_p):
-    real = [flag for _, flag in logits]
+def test_distribution_equals_brute_force(logits, temperature, top_k, top_p, min_p, penalty):
+    real, seen = [flag for _, flag, _ in logits], [flag for _, _, flag in logits]
     assume(any(real))
-    values = [value if flag else 9.0 for value, flag in logits]
-    config = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p)
-    expected = torch.tensor(brute_force(values, config, real), dtype=torch.float64)
-    actual = token_probabilities(torch.tensor([values]), config, real_V=torch.tensor(real))
+    values = [value if flag else 9.0 for value, flag, _ in logits]
+    config = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=penalty)
+    expected = torch.tensor(brute_force(values, config, real, seen), dtype=torch.float64)
+    actual = token_probabilities(
+        torch.tensor([values]), config, real_V=torch.tensor(real), seen_BV=torch.tensor([seen])
+    )
     torch.testing.assert_close(actual[0], expected, rtol=1e-12, atol=1e-15)
 
 
@@ -147,6 +156,10 @@ def test_of_many_equals_the_lower_ids_stay():
         ({"top_p": 0.0}, "top_p: 0.0"),
         ({"top_p": 1.01}, "top_p: 1.01"),
         ({"top_p": math.nan}, "top_p: nan"),
+        ({"min_p": 1.01}, "min_p: 1.01"),
+        ({"min_p": math.nan}, "min_p: nan"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty: 0.0"),
+        ({"repetition_penalty": math.inf}, "repetition_penalty: inf"),
     ],
 )
 def test_impossible_settings_are_refused_by_name(settings_, message):

@@ -328,3 +328,25 @@ def test_strange_but_possible_figures_are_drawn(changes, tmp_path, command):
         warnings.simplefilter("error")
         done = command("tools/plot_frontier.py", tmp_path / "figures.json", "--output", tmp_path / "x.png")
     assert done.returncode == 0, done.stderr
+
+
+def test_evaluate_tells_what_quantised_weights_change(run, byte_pair, tmp_path, command):
+    figures, picture = tmp_path / "figures.json", tmp_path / "frontier.png"
+    words = ("perplexity", run.folder, "--data", byte_pair.prefix, "--batches", 2, "--device", "cpu")
+    kinds = ("--weights", "int8", "--weights", "fp8")
+    done = command("tools/evaluate.py", *words, "--tier", "T4", "--tier", "full", *kinds, "--json", figures)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(figures.read_text())
+    assert [(row["tier"], row["weights"]) for row in rows] == [
+        (tier, weights) for tier in ("T4", "full") for weights in ("stored", "int8", "fp8")
+    ]
+    for stored, *quantised in (rows[:3], rows[3:]):
+        for row in quantised:
+            assert row["nll"] != stored["nll"]
+            assert row["nll"] == pytest.approx(stored["nll"], rel=0.1)
+            assert row["parameters"] == stored["parameters"]
+            ratio = math.exp(row["nll"] - stored["nll"])
+            assert f"{row['weights']}: perplexity x {ratio:.4f}" in done.stdout
+    plotted = command("tools/plot_frontier.py", figures, "--output", picture)
+    assert plotted.returncode == 0, plotted.stderr
+    failed(command("tools/evaluate.py", *words, "--weights", "int8", "--weights", "int8"), "--weights: one of")

@@ -1,0 +1,357 @@
+"""Decoding many sequences at once: slots that prompts enter and leave, one step for all of them, CUDA graphs.
+
+A sequence gets what it would get alone: its state and its settings lie in its slot, and its draws depend on its seed
+and positions. What the sequences are for, and when they end, is the caller's business.
+
+On a GPU a step is recorded once for each batch class (1, 2, 4, ... rows and the number of slots), its draws once for
+each class and kind of draw; sequences come and go in the tensors that the recordings read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_essh.elastic.capacity import Capacity, full_capacity
+from megatron_essh.errors import UserError
+from megatron_essh.inference.device_sampling import NOT_FINITE, Needs, SlotSampling
+from megatron_essh.inference.packing import copy_slot, new_decode_state, pack_model, put, take
+from megatron_essh.inference.quantization import Quantization
+from megatron_essh.inference.sampling import SamplingConfig
+from megatron_essh.inference.step import StepBuffers, run
+from megatron_essh.model.language_model import LanguageModel
+from megatron_essh.model.state import ModelState
+
+GREEDY = SamplingConfig(temperature=0.0)
+
+
+@dataclass(frozen=True)
+class SavedSequence:
+    """A sequence that has left its slot, on the CPU; an engine of the same model and capacity takes it in again."""
+
+    state: ModelState
+    token: int
+    """Its last token, which no step has taken in yet."""
+    seen_V: Tensor
+    """bool, the tokens of its text and prompt."""
+    sampling: SamplingConfig
+    seed: int
+
+
+class Drawn:
+    """What a step drew, on its way to the host; later steps may run before it is read."""
+
+    def __init__(self, token_B: Tensor) -> None:
+        self._event = torch.cuda.Event() if token_B.is_cuda else None
+        self._host_B = torch.empty(token_B.shape, dtype=token_B.dtype, pin_memory=token_B.is_cuda)
+        self._host_B.copy_(token_B, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+
+    def tokens(self) -> list[int]:
+        """The new token of each slot, in the order of the step's slots. Waits for that step.
+
+        Raises:
+            UserError: a sequence's logits are not finite, so that there was nothing to draw from.
+        """
+        if self._event is not None:
+            self._event.synchronize()
+        tokens: list[int] = self._host_B.tolist()
+        if NOT_FINITE in tokens:
+            raise UserError("logits: not finite, so no token can be drawn; the model's weights or activations blew up")
+        return tokens
+
+
+@dataclass
+class _Live:
+    """What the host knows of a slot's sequence."""
+
+    sampling: SamplingConfig
+    seed: int
+    taken: int
+    """Tokens that it has taken in."""
+
+
+class Engine:
+    """Decodes sequences of one model at one capacity."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        capacity: Capacity | None = None,
+        *,
+        slots: int = 1,
+        dtype: torch.dtype = torch.bfloat16,
+        quantization: Quantization | None = None,
+        max_length: int | None = None,
+        real_V: Tensor | None = None,
+        graphs: bool = True,
+    ) -> None:
+        """Prompts run through `model` itself, in autocast where `dtype` is bf16; its weights are packed for steps.
+
+        Args:
+            capacity: the prefix to run; None runs all.
+            slots: sequences at a time.
+            dtype: bf16 or fp32, of weights, activations, keys and values.
+            quantization: of the packed weights; prompts run through the model's own.
+            max_length: tokens a sequence may reach; needed where the window is the whole input, else ignored.
+            real_V: bool [V], False for entries that are never drawn. None: all may be.
+            graphs: record steps on a GPU; False launches every kernel by itself.
+
+        Raises:
+            UserError: as `pack_model` and `new_decode_state`.
+        """
+        self.model = model
+        self.capacity = full_capacity(model.config) if capacity is None else capacity
+        self.dtype = dtype
+        self.weights = pack_model(model, self.capacity, dtype, quantization)
+        device = model.device
+        self.state = new_decode_state(
+            model.config, self.capacity, slots, dtype=dtype, device=device, max_length=max_length
+        )
+        self.slots = slots
+        self._max_length = max_length
+        self._sampling = SlotSampling(slots, model.config.vocab_size, device, real_V)
+        self._live: dict[int, _Live] = {}
+        self._buffers = StepBuffers.of(self.weights, slots)
+        self._token_B = torch.zeros(slots, dtype=torch.int64, device=device)
+        self._drawn_B = torch.zeros(slots, dtype=torch.int64, device=device)
+        self._slot_B = torch.full((slots,), -1, dtype=torch.int32, device=device)
+        self._rows: tuple[int, ...] = ()
+        """The slots that `_slot_B` names, idle rows included."""
+        self._graphs = graphs and device.type == "cuda"
+        self._recorded: dict[tuple[int, Needs | None], torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle() if self._graphs else None
+        self._stepped = 0
+
+    @property
+    def live(self) -> list[int]:
+        """The slots that hold a sequence."""
+        return sorted(self._live)
+
+    @property
+    def free(self) -> int:
+        """How many slots hold none."""
+        return self.slots - len(self._live)
+
+    @property
+    def logits_BV(self) -> Tensor:
+        """fp32, of the last step's slots in their order; the next step overwrites them."""
+        return self._buffers.logits_BV[: self._stepped]
+
+    def nbytes(self) -> int:
+        """Bytes of states, tables and buffers, weights left out."""
+        return sum(self.state.nbytes()) + self._sampling.nbytes() + self._buffers.nbytes()
+
+    def taken(self, slot: int) -> int:
+        """Tokens that the slot's sequence has taken in."""
+        return self._sequence(slot).taken
+
+    @torch.no_grad()
+    def add(self, prompt: Sequence[int], sampling: SamplingConfig = GREEDY, seed: int = 0) -> int:
+        """Take in all of a prompt but its last token, which the first step does; the slot that it got.
+
+        Raises:
+            UserError: an empty prompt, one of more than `max_length` tokens, an id outside the vocabulary, an
+                impossible seed, no free slot.
+        """
+        check_prompt(prompt, self.model.config.vocab_size)
+        check_seed(seed)
+        self._check_room(len(prompt))
+        slot = self._free_slot()
+        state = self.model.init_state(1, self.capacity, max_length=self._max_length, dtype=self.dtype)
+        tokens_T = torch.tensor(prompt, device=self.model.device)
+        if len(prompt) > 1:
+            with torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+                self.model.prefill(tokens_T[None, :-1], state, self.capacity)
+        put(self.state, slot, state)
+        self._sampling.begin(slot, tokens_T)
+        self._settle(slot, _Live(sampling, seed, len(prompt) - 1))
+        return slot
+
+    def remove(self, slot: int) -> None:
+        """The slot is free again."""
+        self._sequence(slot)
+        del self._live[slot]
+
+    @torch.no_grad()
+    def fork(self, slot: int, *, sampling: SamplingConfig | None = None, seed: int | None = None) -> int:
+        """A second sequence that goes on from where this one is, in the slot returned; None keeps the setting.
+
+        Raises:
+            UserError: no free slot, an impossible seed.
+        """
+        source = self._sequence(slot)
+        seed = source.seed if seed is None else seed
+        check_seed(seed)
+        target = self._free_slot()
+        copy_slot(self.state, slot, target)
+        self._sampling.copy(slot, target)
+        self._settle(target, _Live(sampling or source.sampling, seed, source.taken))
+        return target
+
+    @torch.no_grad()
+    def save(self, slot: int) -> SavedSequence:
+        """A copy of the slot's sequence on the CPU; the slot keeps it."""
+        sequence = self._sequence(slot)
+        state = take(self.state, slot)
+        return SavedSequence(
+            ModelState(
+                [t.cpu() for t in state.spectral],
+                [t.cpu() for t in state.keys],
+                [t.cpu() for t in state.values],
+                state.key_position_BW.cpu(),
+                state.position_B.cpu(),
+            ),
+            int(self._sampling.token_S[slot]),
+            self._sampling.seen_SV[slot].clone().cpu(),
+            sequence.sampling,
+            sequence.seed,
+        )
+
+    @torch.no_grad()
+    def restore(self, saved: SavedSequence) -> int:
+        """Take in a saved sequence, which goes on as the one that was saved; the slot that it got.
+
+        Raises:
+            UserError: it was saved by an engine of other sizes, or there is no free slot.
+        """
+        own = self.model.init_state(1, self.capacity, max_length=self._max_length, dtype=self.dtype)
+        for part in ("spectral", "keys", "values"):
+            sizes, given = ([tuple(t.shape) for t in getattr(state, part)] for state in (own, saved.state))
+            if sizes != given:
+                raise UserError(f"saved sequence: its {part} are of sizes {given}; this engine's are of {sizes}")
+        entries = self.model.config.vocab_size
+        if len(saved.seen_V) != entries:
+            raise UserError(
+                f"saved sequence: of a vocabulary of {len(saved.seen_V)} entries; this model's has {entries}"
+            )
+        slot = self._free_slot()
+        put(self.state, slot, saved.state)
+        self._sampling.token_S[slot] = saved.token
+        self._sampling.seen_SV[slot] = saved.seen_V.to(self._sampling.seen_SV.device)
+        self._settle(slot, _Live(saved.sampling, saved.seed, int(saved.state.position_B)))
+        return slot
+
+    def force(self, slot: int, token: int) -> None:
+        """Put `token` in the place of the slot's last one, which the next step takes in: for scoring given texts.
+
+        The repetition penalty counts both.
+
+        Raises:
+            UserError: an id outside the vocabulary.
+        """
+        self._sequence(slot)
+        check_prompt([token], self.model.config.vocab_size)
+        self._sampling.token_S[slot] = token
+        self._sampling.seen_SV[slot, token] = True
+
+    @torch.no_grad()
+    def step(self, slots: Sequence[int]) -> Drawn:
+        """Take in the last token of each slot's sequence and draw the next. Does not wait for the device.
+
+        Raises:
+            UserError: a sequence that would outgrow `max_length`.
+        """
+        assert slots, "a step of no sequence"
+        assert len(set(slots)) == len(slots), slots
+        sequences = [self._sequence(slot) for slot in slots]
+        self._check_room(1 + max(sequence.taken for sequence in sequences))
+        batch = self._class(len(slots)) if self._graphs else len(slots)
+        needs = Needs.of([sequence.sampling for sequence in sequences])
+        self._ready(batch, needs)
+        self._name(slots, batch)
+        self._run(batch, None)
+        self._run(batch, needs)
+        for sequence in sequences:
+            sequence.taken += 1
+        self._stepped = len(slots)
+        return Drawn(self._drawn_B[: len(slots)])
+
+    def _class(self, rows: int) -> int:
+        return min(self.slots, 1 << (rows - 1).bit_length())
+
+    def _name(self, slots: Sequence[int], batch: int) -> None:
+        rows = (*slots, *[-1] * (batch - len(slots)))
+        if rows != self._rows:
+            self._slot_B[:batch] = torch.tensor(rows, dtype=torch.int32)
+            self._rows = rows
+
+    def _step(self, batch: int) -> None:
+        slot_B, token_B = self._slot_B[:batch], self._token_B[:batch]
+        token_B.copy_(self._sampling.tokens(slot_B))
+        run(self.weights, self.state, token_B, slot_B, self._buffers.rows(batch))
+
+    def _draw(self, batch: int, needs: Needs) -> None:
+        drawn_B = self._sampling.draw(
+            self._buffers.logits_BV[:batch], self._slot_B[:batch], self.state.position_S, needs
+        )
+        self._drawn_B[:batch].copy_(drawn_B)
+
+    def _work(self, batch: int, needs: Needs | None) -> Callable[[], None]:
+        """A step without its draws (`needs` None), or the draws alone."""
+        return (lambda: self._step(batch)) if needs is None else (lambda: self._draw(batch, needs))
+
+    def _run(self, batch: int, needs: Needs | None) -> None:
+        if self._graphs:
+            self._recorded[batch, needs].replay()
+        else:
+            self._work(batch, needs)()
+
+    def _ready(self, batch: int, needs: Needs) -> None:
+        """Record what is not yet recorded. It runs once before, on idle rows: kernels are compiled, nothing changes."""
+        if not self._graphs:
+            return
+        for kind in (None, needs):
+            if (batch, kind) in self._recorded:
+                continue
+            self._name([], batch)
+            work = self._work(batch, kind)
+            aside = torch.cuda.Stream(self.model.device)
+            aside.wait_stream(torch.cuda.current_stream(self.model.device))
+            with torch.cuda.stream(aside):
+                work()
+            torch.cuda.current_stream(self.model.device).wait_stream(aside)
+            graph = torch.cuda.CUDAGraph()
+            # One pool for all: recordings run one after another, and leave what they give outside of it.
+            with torch.cuda.graph(graph, pool=self._pool):
+                work()
+            self._recorded[batch, kind] = graph
+
+    def _sequence(self, slot: int) -> _Live:
+        if slot not in self._live:
+            raise UserError(f"slot {slot}: holds no sequence; those that do are {self.live}")
+        return self._live[slot]
+
+    def _free_slot(self) -> int:
+        for slot in range(self.slots):
+            if slot not in self._live:
+                return slot
+        raise UserError(f"slots: all {self.slots} hold a sequence; remove one, or make an engine of more")
+
+    def _settle(self, slot: int, sequence: _Live) -> None:
+        self._sampling.set(slot, sequence.sampling, sequence.seed)
+        self._live[slot] = sequence
+
+    def _check_room(self, length: int) -> None:
+        config = self.model.config
+        if config.window is None and config.attention_layers and length > (self._max_length or 0):
+            raise UserError(f"the sequence outgrows the engine's max_length of {self._max_length} tokens")
+
+
+def check_prompt(prompt: Sequence[int], entries: int) -> None:
+    """Refuse a prompt of no tokens, or with an id outside a vocabulary of `entries`, with a `UserError`."""
+    if not prompt:
+        raise UserError("prompt: no tokens; give at least one")
+    outside = [token for token in prompt if not 0 <= token < entries]
+    if outside:
+        raise UserError(f"prompt: token {outside[0]} lies outside the model's vocabulary of {entries} entries")
+
+
+def check_seed(seed: int) -> None:
+    """Refuse what is no seed, with a `UserError`."""
+    if not 0 <= seed < 2**63:
+        raise UserError(f"seed: {seed} must lie in 0 to 2^63 - 1")
