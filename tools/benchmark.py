@@ -1,28 +1,33 @@
-"""Speed and memory of training, of the mixer's scan and of prefill, on this machine.
+"""Speed and memory of training, of the mixer's scan, of prefill and of decoding, on this machine.
 
     python tools/benchmark.py                      training and the scan, on the quickstart's model
     python tools/benchmark.py train CONFIG         optimizer steps: full capacity, then the elastic mix
     python tools/benchmark.py scan CONFIG          the selective scan of one layer, forward and backward
     python tools/benchmark.py prefill CONFIG       a long prompt, from an empty state to the next token's logits
+    python tools/benchmark.py decode CONFIG        one token more of many sequences, fused and through PyTorch
     python tools/benchmark.py data CONFIG          drawing the order of samples, and serving batches
 
     python tools/benchmark.py train CONFIG --model both --capacity full --micro-batch 8 --accumulation 16
                                                    our full model and a compiled Transformer++ of its size
     python tools/benchmark.py prefill CONFIG --length 131072 --batch 1 --tier T10
+    python tools/benchmark.py decode CONFIG --tier T10 --tier T1 --batch 1 --batch 16 --context 2048
+    python tools/benchmark.py decode exports/T4 --weights bf16 --weights int8 --plot decoding.png
 
-Random weights and tokens. Training: the median over --repeats runs of the mean over the --measure steps of a run;
-scan and prefill: the median of --repeats timings after --warmup untimed ones. --json FILE keeps every figure beside
-the tables.
-docs/measuring.md says what each figure means.
+Random weights and tokens; `decode` also takes the folder of a run or an export in CONFIG's place. Training: the median
+over --repeats runs of the mean over the --measure steps of a run; decoding: over --repeats runs of --steps steps, after
+--warmup untimed ones; scan and prefill: the median of --repeats timings after --warmup untimed ones. --json FILE keeps
+every figure beside the tables.
+docs/measuring.md and docs/decoding.md say what each figure means.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from rich import box
@@ -30,14 +35,24 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_essh.benchmarks.data import DataCase, measure_drawing, measure_serving
+from megatron_essh.benchmarks.decoding import (
+    DecodeTiming,
+    Weights,
+    decode_cases,
+    measure_decoding,
+    random_model,
+)
+from megatron_essh.benchmarks.decoding_plot import draw
 from megatron_essh.benchmarks.prefill import Prompt, measure_prefill
 from megatron_essh.benchmarks.scan import measure_scan
 from megatron_essh.benchmarks.training import Case, Schedule, make_case, measure_training, ratios, with_batches
-from megatron_essh.config import RunConfig, load_config
+from megatron_essh.config import ParallelConfig, RunConfig, load_config
 from megatron_essh.config.command_line import ConfigParser, add_config_arguments
 from megatron_essh.device import device_name
 from megatron_essh.errors import UserError, run_command
+from megatron_essh.export.loading import open_model
 from megatron_essh.files import write_atomically
+from megatron_essh.model.language_model import LanguageModel
 from megatron_essh.parallel.mesh import Mesh
 from megatron_essh.parallel.processes import open_mesh
 
@@ -45,35 +60,70 @@ LONG_PROMPT = 131_072
 """Tokens that a GPU's prefill is measured on."""
 DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs/runs/quickstart.yaml"
 ONES = ("repeats", "micro_batch", "accumulation", "steps", "length", "batch", "documents")
-LEAST = {"warmup": 0, **dict.fromkeys(ONES, 1)}
+LEAST = {"warmup": 0, "context": 0, **dict.fromkeys(ONES, 1)}
 """What the numbers on the command line must be at least."""
+DECODE_ONLY = ("context", "weights", "bandwidth", "plot")
+BANDWIDTH = 4.3
+"""TB/s that an H200 was measured to move."""
 
 
 def main() -> None:
     args = _parser().parse_intermixed_args()  # CONFIG may stand behind options, away from its word
     for name, least in LEAST.items():
-        value = getattr(args, name)
-        if value is not None and value < least:
-            raise UserError(f"--{name.replace('_', '-')} {value}: at least {least}")
-    config = load_config(args.config, args.overrides)
+        given = getattr(args, name)
+        for value in given if isinstance(given, list) else [given]:
+            if value is not None and value < least:
+                raise UserError(f"--{name.replace('_', '-')} {value}: at least {least}")
+    if args.what != "decode":
+        _check_no_decoding(args)
+    model, config = _open(args)
     if config.training.threads is not None:
         torch.set_num_threads(config.training.threads)
     with open_mesh(config.parallel, config.training.device) as mesh:
         if mesh.world > 1 and args.what != "train":
             raise UserError(f"{args.what}: measures one device; of {mesh.world} processes, `train` alone does")
-        _measure(args, with_batches(config, args.micro_batch, args.accumulation, mesh.dp), mesh)
+        if args.what == "decode":
+            _decode(args, config, model, mesh.device)
+        else:
+            _measure(args, with_batches(config, args.micro_batch, args.accumulation, mesh.dp), mesh)
+
+
+def _open(args: argparse.Namespace) -> tuple[LanguageModel | None, RunConfig]:
+    """The config; and the model, where a folder of a trained one stands in its place."""
+    if args.what != "decode" or not args.config.is_dir():
+        return None, load_config(args.config, args.overrides)
+    if args.overrides:
+        raise UserError(f"--set {args.overrides[0]}: {args.config} is a trained model, whose config stands")
+    model, config, _ = open_model(args.config)
+    # How it was trained does not matter here: one process, on a GPU if there is one.
+    training = replace(config.training, device="auto")
+    return model, replace(config, parallel=ParallelConfig(), training=training)
+
+
+def _check_no_decoding(args: argparse.Namespace) -> None:
+    """Refuse what `decode` alone takes."""
+    for name in DECODE_ONLY:
+        if getattr(args, name) is not None:
+            raise UserError(f"--{name}: belongs to decode, not to {args.what}")
+    for name in ("capacity", "batch"):
+        given = getattr(args, name)
+        if given is not None and len(given) > 1:
+            raise UserError(f"--{name}: given {len(given)} times; {args.what} takes one")
+    if not args.control:
+        raise UserError(f"--no-control: belongs to decode, not to {args.what}")
 
 
 def _measure(args: argparse.Namespace, config: RunConfig, mesh: Mesh) -> None:
     device = mesh.device
     schedule = _schedule(args, device)
     cases = _cases(args, config, device) if args.what in ("all", "train") else []
+    warmup = 2 if args.warmup is None else args.warmup
 
     devices = device_name(device) if mesh.world == 1 else f"{mesh.world} x {device_name(device)}"
     where = f"{devices}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     title = f"{args.config.name} on {where}"
     console = Console(quiet=not mesh.is_first)
-    scans = measure_scan(config, device, args.warmup, args.repeats) if args.what in ("all", "scan") else []
+    scans = measure_scan(config, device, warmup, args.repeats) if args.what in ("all", "scan") else []
     if scans:
         console.print(_scan_table(title, scans))
     trained: list[dict[str, Any]] = []
@@ -122,27 +172,51 @@ def _say_nothing(line: str) -> None:
 
 def _parser() -> ConfigParser:
     parser = ConfigParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("all", "train", "scan", "prefill", "data"), default="all")
+    parser.add_argument("what", nargs="?", choices=("all", "train", "scan", "prefill", "decode", "data"), default="all")
     add_config_arguments(parser, DEFAULT_CONFIG)
     parser.add_argument("--model", choices=("essh", "transformer_pp", "both"), default="essh")
     parser.add_argument(
         "--capacity",
         "--tier",
+        action="append",
         metavar="TIER",
-        help="full or a tier (T4); in training, as it trains, its teacher included",
+        help="full or a tier (T4); in training, as it trains, its teacher included; in decoding several",
     )
     parser.add_argument("--elastic", action="store_true", help="the recipe's mix after its warm-up, teachers included")
     parser.add_argument("--micro-batch", type=int, metavar="N", help="sequences a forward pass (default: the config's)")
     parser.add_argument("--accumulation", type=int, metavar="N", help="micro-batches a step (default: the config's)")
-    parser.add_argument("--steps", type=int, help="steps a run (default: 40, on a CPU 8)")
+    parser.add_argument("--steps", type=int, help="steps a run (default: 40, decoding 200; on a CPU 8)")
     parser.add_argument("--measure", metavar="FROM-TO", help="steps measured, counted from 1 (default: 20-35; CPU 4-7)")
     parser.add_argument("--length", type=int, help="tokens of a prompt (default: 131072; CPU: the config's sequences)")
-    parser.add_argument("--batch", type=int, default=1, help="prompts at a time (default: 1)")
+    parser.add_argument(
+        "--batch", type=int, action="append", metavar="N", help="prompts or sequences at a time; in decoding several"
+    )
+    parser.add_argument(
+        "--context",
+        type=int,
+        action="append",
+        metavar="N",
+        help="tokens that decoded sequences have taken in; may be repeated (default: the window)",
+    )
+    parser.add_argument(
+        "--weights", choices=get_args(Weights), action="append", help="of decoding; may be repeated (default: bf16)"
+    )
+    parser.add_argument(
+        "--bandwidth", type=float, metavar="TB/S", help=f"the floor of decoding (default: on a GPU {BANDWIDTH:g})"
+    )
+    parser.add_argument(
+        "--control",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="decode through PyTorch's step of the same model too",
+    )
     parser.add_argument(
         "--documents", type=int, default=10**7, help="documents of the orders of `data` (default: 10,000,000)"
     )
     parser.add_argument("--repeats", type=int, default=3, help="runs; timings of scan and prefill (default: 3)")
-    parser.add_argument("--warmup", type=int, default=2, help="untimed calls of scan and prefill (default: 2)")
+    parser.add_argument(
+        "--warmup", type=int, help="untimed calls of scan and prefill (default: 2), steps of decoding (50; on a CPU 2)"
+    )
     parser.add_argument(
         "--compile-transformer",
         action=argparse.BooleanOptionalAction,
@@ -150,6 +224,7 @@ def _parser() -> ConfigParser:
     )
     parser.add_argument("--parts", action=argparse.BooleanOptionalAction, default=True, help="time a step's parts too")
     parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the times of decoding")
     return parser
 
 
@@ -167,12 +242,11 @@ def _schedule(args: argparse.Namespace, device: torch.device) -> Schedule:
 
 
 def _cases(args: argparse.Namespace, config: RunConfig, device: torch.device) -> list[Case]:
-    if args.model == "transformer_pp" and (args.elastic or args.capacity not in (None, "full")):
+    if args.model == "transformer_pp" and (args.elastic or args.capacity not in (None, ["full"])):
         raise UserError("--model transformer_pp has one capacity; leave out --capacity and --elastic")
-    if args.capacity == "elastic":
+    if args.capacity == ["elastic"]:
         raise UserError("--capacity elastic: expected full or a tier; the mix is --elastic")
-    capacities = [args.capacity] if args.capacity else []
-    capacities += ["elastic"] if args.elastic else []
+    capacities = [*(args.capacity or []), *(["elastic"] if args.elastic else [])]
     capacities = capacities or (["full", "elastic"] if config.elastic.enabled else ["full"])
     cases = []
     if args.model != "transformer_pp":
@@ -186,13 +260,14 @@ def _cases(args: argparse.Namespace, config: RunConfig, device: torch.device) ->
 def _prefill(args: argparse.Namespace, config: RunConfig, device: torch.device) -> list[dict[str, Any]]:
     if args.elastic:
         raise UserError("--elastic is a mix of training; a prefill runs one --tier")
-    if args.model == "transformer_pp" and args.capacity not in (None, "full"):
+    if args.model == "transformer_pp" and args.capacity not in (None, ["full"]):
         raise UserError("--model transformer_pp has one capacity; leave out --tier")
     length = args.length or (LONG_PROMPT if device.type == "cuda" else config.data.sequence_length)
-    prompt = Prompt(args.batch, length, args.warmup, args.repeats)
+    (batch,), (capacity,) = args.batch or [1], args.capacity or ["full"]
+    prompt = Prompt(batch, length, 2 if args.warmup is None else args.warmup, args.repeats)
     found = []
     for model in ("essh", "transformer_pp") if args.model == "both" else (args.model,):
-        tier = (args.capacity or "full") if model == "essh" else "full"
+        tier = capacity if model == "essh" else "full"
         compiled = device.type == "cuda" if args.compile_transformer is None else args.compile_transformer
         print(
             f"{model} {tier}: {prompt.batch} x {prompt.length:,} tokens, {config.training.precision} weights; "
@@ -201,6 +276,55 @@ def _prefill(args: argparse.Namespace, config: RunConfig, device: torch.device) 
         )
         found.append(measure_prefill(config, model, tier, prompt, device, compiled=compiled))
     return found
+
+
+def _decode(args: argparse.Namespace, config: RunConfig, model: LanguageModel | None, device: torch.device) -> None:
+    if args.model != "essh" or args.elastic:
+        raise UserError("decode: measures our model at one capacity after another; leave out --model and --elastic")
+    if args.bandwidth is not None and not args.bandwidth > 0:
+        raise UserError(f"--bandwidth {args.bandwidth:g}: more than 0")
+    on_gpu = device.type == "cuda"
+    cases = decode_cases(
+        config, device, tiers=args.capacity, batches=args.batch, contexts=args.context, weights=args.weights
+    )
+    warmup, steps = (50, 200) if on_gpu else (2, 8)
+    timing = DecodeTiming(warmup if args.warmup is None else args.warmup, args.steps or steps, args.repeats)
+    bandwidth = args.bandwidth or (BANDWIDTH if on_gpu else None)
+    random = model is None
+    rows = measure_decoding(
+        random_model(config, device) if model is None else model.to(device),
+        config,
+        cases,
+        timing,
+        bandwidth=None if bandwidth is None else 1e12 * bandwidth,
+        control=args.control,
+        say=partial(print, flush=True),
+    )
+    where = f"{device_name(device)}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    title = f"{args.config.name} on {where}"
+    floor = "" if bandwidth is None else f"; floor: what must move, at {bandwidth:g} TB/s"
+    runs = f"median of {timing.repeats} runs of {timing.steps} steps"
+    console = Console()
+    console.print(_decode_table(f"{title}\n{runs}{floor}", rows))
+    console.print(_decode_memory_table(rows))
+    if args.control:
+        console.print(_decode_control_table(rows))
+    if args.plot:
+        write_atomically(args.plot, draw(rows, title))
+        print(f"plot: {args.plot}")
+    if args.json:
+        content = {
+            "config": str(args.config),
+            "set": args.overrides,
+            "where": where,
+            "random_weights": random,
+            "warmup": timing.warmup,
+            "steps": timing.steps,
+            "repeats": timing.repeats,
+            "decode": rows,
+        }
+        write_atomically(args.json, json.dumps(content, indent=1).encode())
+        print(f"figures: {args.json}")
 
 
 def _data(args: argparse.Namespace, config: RunConfig) -> list[dict[str, Any]]:
@@ -268,6 +392,54 @@ def _prefill_table(title: str, rows: list[dict[str, Any]]) -> Table:
             f"{row['state_mib']:,.1f}",
         )
     return table
+
+
+def _decode_case(row: dict[str, Any]) -> str:
+    return f"{row['capacity']} {row['weights']} {row['batch']}x{row['context']}"
+
+
+def _decode_table(title: str, rows: list[dict[str, Any]]) -> Table:
+    headings = ("decode, ms", "graph", "tokens/s", "floor", "share", "eager", "kernels")
+    table = _table(title, *headings)
+    for row in rows:
+        table.add_row(
+            _decode_case(row),
+            _optional(row["graph_ms"], ".3f"),
+            f"{row['tokens_per_second']:,.0f}",
+            _optional(row["floor_ms"], ".3f"),
+            _optional(row["floor_share"], ".1%"),
+            f"{row['eager_ms']:,.3f}",
+            _optional(row["kernels"], "d"),
+        )
+    return table
+
+
+def _decode_memory_table(rows: list[dict[str, Any]]) -> Table:
+    table = _table("MiB", "memory", "weights", "states", "keys, values", "buffers", "peak")
+    for row in rows:
+        parts = ("weights_mib", "spectral_mib", "keys_values_mib", "buffers_mib", "peak_mib")
+        table.add_row(_decode_case(row), *(f"{row[part]:,.1f}" for part in parts))
+    return table
+
+
+def _decode_control_table(rows: list[dict[str, Any]]) -> Table:
+    headings = ("LanguageModel.step", "ms", "in a graph", "fused is faster", "logits differ")
+    table = _table("the same model through PyTorch", *headings)
+    for row in rows:
+        graph = row["control_graph_ms"]
+        fastest = row["control_ms"] if graph is None else min(graph, row["control_ms"])
+        table.add_row(
+            _decode_case(row),
+            f"{row['control_ms']:,.3f}",
+            _optional(graph, ",.3f"),
+            f"{fastest / row['median_ms']:.2f} x",
+            f"{row['logits_difference']:.1e}",
+        )
+    return table
+
+
+def _optional(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 def _data_table(rows: list[dict[str, Any]]) -> Table:

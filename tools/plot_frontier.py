@@ -2,8 +2,8 @@
 
 python tools/plot_frontier.py out/exports/*/perplexity.json --output frontier.png
 
-Takes the JSON files of `tools/evaluate.py perplexity --json`. Tiers of one trained model make one line. All figures
-must be of the same data in windows of the same length.
+Takes the JSON files of `tools/evaluate.py perplexity --json`. Tiers of one trained model make one line, with
+quantised weights another. All figures must be of the same data in windows of the same length.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ MOST_COUNT = 10**18
 LEAST_PERPLEXITY, MOST_PERPLEXITY = 0.9, 1e200
 """A perplexity is at least 1, but for rounding; beyond the largest of these an axis overflows."""
 COMPARABLE = ("data_fingerprint", "sequence_length", "tokens")
+STORED = "stored"
+"""`weights` of an evaluation of a model as it is; others are of quantised weights."""
 COLORS = ("#1b5e9c", "#c2571a", "#2d7d46", "#7a4a9e", "#a3303b", "#5f5f5f")
 LOG_FROM = 1.5
 """Ratio of the largest to the smallest value from which on an axis is logarithmic."""
@@ -86,6 +88,10 @@ def check_row(row: Any, where: str) -> None:
             expected = f"a number from {LEAST_PERPLEXITY} to {MOST_PERPLEXITY:.0e}"
         if not right:
             raise UserError(f"{where}: {key}: {json.dumps(value)[:60]}, expected {expected}; evaluate this model again")
+    if "weights" in row and not (isinstance(row["weights"], str) and is_unicode(row["weights"])):
+        raise UserError(
+            f"{where}: weights: {json.dumps(row['weights'])[:60]}, expected text; evaluate this model again"
+        )
 
 
 def is_unicode(text: str) -> bool:
@@ -110,9 +116,9 @@ def check_comparable(rows: list[dict[str, Any]]) -> None:
 
 def draw(rows: list[dict[str, Any]], title: str | None) -> bytes:
     """The PNG's bytes."""
-    lines: dict[str, list[dict[str, Any]]] = {}
+    lines: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in sorted(rows, key=lambda row: row["parameters"]):
-        lines.setdefault(row["origin_sha256"], []).append(row)
+        lines.setdefault((row["origin_sha256"], row.get("weights", STORED)), []).append(row)
     with pyplot.rc_context(
         {"font.size": 9, "font.family": "DejaVu Sans", "axes.linewidth": 0.8, "text.parse_math": False}
     ):
@@ -152,7 +158,7 @@ def draw(rows: list[dict[str, Any]], title: str | None) -> bytes:
     return buffer.getvalue()
 
 
-def default_title(lines: dict[str, list[dict[str, Any]]]) -> str:
+def default_title(lines: dict[tuple[str, str], list[dict[str, Any]]]) -> str:
     """The model, where there is one, and the data."""
     rows = [row for points in lines.values() for row in points]
     data = f"{Path(rows[0]['data']).name}, windows of {rows[0]['sequence_length']:,} tokens"
@@ -187,10 +193,11 @@ def count_text(value: float) -> str:
 
 
 def model_name(row: dict[str, Any]) -> str:
-    """The run that a model comes from, by the last two folders of its path, and the step."""
+    """The run that a model comes from, by the last two folders of its path, the step, and how it was quantised."""
     path = Path(row["origin"])
     run = path.parent.parent if path.parent.name == "checkpoints" else path
-    return f"{run.parent.name}/{run.name}, step {row['step']:,}"
+    weights = row.get("weights", STORED)
+    return f"{run.parent.name}/{run.name}, step {row['step']:,}" + ("" if weights == STORED else f", {weights}")
 
 
 if __name__ == "__main__":

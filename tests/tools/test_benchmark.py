@@ -200,3 +200,53 @@ def test_a_gpu_run_has_parts_of_both_models_and_device_memory(bench: Bench) -> N
         assert 0 < row["peak_mib"] < 1024
         assert (row["mfu"] is None) == (row["peak_tflops"] is None)
         assert bool(row["parts"]) == (row["capacity"] == "full")
+
+
+def test_decoding_gives_every_case_with_its_memory_and_control(bench: Bench, tmp_path: Path) -> None:
+    words = ["--tier", "T10", "--tier", "T1", "--batch", 1, "--batch", 3, "--context", 6, "--weights", "fp32"]
+    few = ["--steps", 2, "--warmup", 1, "--repeats", 1, "--bandwidth", 0.5, "--plot", tmp_path / "times.png"]
+    figures, printed = bench("decode", "--set", CPU, *words, *few)
+    rows = figures["decode"]
+    cases = [(row["capacity"], row["batch"]) for row in rows]
+    assert cases == [("T10", 1), ("T10", 3), ("T1", 1), ("T1", 3)]
+    assert (figures["warmup"], figures["steps"], figures["repeats"]) == (1, 2, 1)
+    assert figures["random_weights"] is True
+    for row in rows:
+        assert row["floor_ms"] == pytest.approx(sum(row["moved_bytes"].values()) / 0.5e12 * 1e3)
+        assert row["logits_difference"] < 1e-4
+        assert f"{row['capacity']} fp32 {row['batch']}x6" in printed
+    assert (tmp_path / "times.png").read_bytes().startswith(b"\x89PNG")
+    assert "floor: what must move, at 0.5 TB/s" in printed
+
+
+def test_decoding_takes_a_trained_model(
+    command: Callable[..., Any], write_run: Callable[..., Any], tmp_path: Path, byte_pair: Any
+) -> None:
+    words = ["decode", write_run().folder, "--steps", 1, "--repeats", 1, "--warmup", 0, "--no-control"]
+    done = command("tools/benchmark.py", *words, "--tier", "T4", "--json", tmp_path / "figures.json")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["random_weights"] is False
+    assert [(row["capacity"], row["weights"], row["context"]) for row in figures["decode"]] == [("T4", "bf16", 8)]
+    assert "LanguageModel.step" not in done.stdout
+    refused = command("tools/benchmark.py", *words, "--set", CPU)
+    assert "is a trained model, whose config stands" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("what", "words", "complaint"),
+    [
+        ("decode", ["--batch", 4, "--batch", 0], "--batch 0: at least 1"),
+        ("decode", ["--context", -1], "--context -1: at least 0"),
+        ("decode", ["--bandwidth", 0], "--bandwidth 0: more than 0"),
+        ("decode", ["--tier", "T11"], "capacity 'T11'"),
+        ("decode", ["--model", "both"], "leave out --model and --elastic"),
+        ("prefill", ["--context", 4], "--context: belongs to decode, not to prefill"),
+        ("train", ["--weights", "int8"], "--weights: belongs to decode"),
+        ("scan", ["--no-control"], "--no-control: belongs to decode"),
+        ("prefill", ["--tier", "T1", "--tier", "T2"], "--capacity: given 2 times; prefill takes one"),
+    ],
+)
+def test_what_cannot_be_decoded_is_said(bench: Bench, what: str, words: list[object], complaint: str) -> None:
+    _, printed = bench(what, "--set", CPU, *words, expect=2)
+    assert complaint in printed
