@@ -1,10 +1,11 @@
-"""Speed and memory of training, of the mixer's scan, of prefill and of decoding, on this machine.
+"""Speed and memory of training, of the mixer's scan, of prefill and of decoding, on this machine; decoding's errors.
 
     python tools/benchmark.py                      training and the scan, on the quickstart's model
     python tools/benchmark.py train CONFIG         optimizer steps: full capacity, then the elastic mix
     python tools/benchmark.py scan CONFIG          the selective scan of one layer, forward and backward
-    python tools/benchmark.py prefill CONFIG       a long prompt, from an empty state to the next token's logits
+    python tools/benchmark.py prefill CONFIG       a long prompt, from an empty state to the next token
     python tools/benchmark.py decode CONFIG        one token more of many sequences, fused and through PyTorch
+    python tools/benchmark.py drift CONFIG         the steps' logits beside the training forward's, by position
     python tools/benchmark.py data CONFIG          drawing the order of samples, and serving batches
 
     python tools/benchmark.py train CONFIG --model both --capacity full --micro-batch 8 --accumulation 16
@@ -12,11 +13,12 @@
     python tools/benchmark.py prefill CONFIG --length 131072 --batch 1 --tier T10
     python tools/benchmark.py decode CONFIG --tier T10 --tier T1 --batch 1 --batch 16 --context 2048
     python tools/benchmark.py decode exports/T4 --weights bf16 --weights int8 --plot decoding.png
+    python tools/benchmark.py drift CONFIG --tier T1 --tier T10 --batch 1 --batch 3 --plot drift.png
 
-Random weights and tokens; `decode` also takes the folder of a run or an export in CONFIG's place. Training: the median
-over --repeats runs of the mean over the --measure steps of a run; decoding: over --repeats runs of --steps steps, after
---warmup untimed ones; scan and prefill: the median of --repeats timings after --warmup untimed ones. --json FILE keeps
-every figure beside the tables.
+Random weights and tokens; `decode` and `drift` also take the folder of a run or an export in CONFIG's place. Training:
+the median over --repeats runs of the mean over the --measure steps of a run; decoding: over --repeats runs of --steps
+steps, after --warmup untimed ones; scan and prefill: the median of --repeats timings after --warmup untimed ones.
+--json FILE keeps every figure beside the tables.
 docs/measuring.md and docs/decoding.md say what each figure means.
 """
 
@@ -39,10 +41,12 @@ from megatron_essh.benchmarks.decoding import (
     DecodeTiming,
     Weights,
     decode_cases,
+    end_tiers,
     measure_decoding,
     random_model,
 )
-from megatron_essh.benchmarks.decoding_plot import draw
+from megatron_essh.benchmarks.decoding_plot import draw, draw_drift
+from megatron_essh.benchmarks.drift import FORWARD, MOST_GROWTH, drift_cases, measure_drift, strengthen
 from megatron_essh.benchmarks.prefill import Prompt, measure_prefill
 from megatron_essh.benchmarks.scan import measure_scan
 from megatron_essh.benchmarks.training import Case, Schedule, make_case, measure_training, ratios, with_batches
@@ -62,7 +66,9 @@ DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs/runs/quicksta
 ONES = ("repeats", "micro_batch", "accumulation", "steps", "length", "batch", "documents")
 LEAST = {"warmup": 0, "context": 0, **dict.fromkeys(ONES, 1)}
 """What the numbers on the command line must be at least."""
-DECODE_ONLY = ("context", "weights", "bandwidth", "plot")
+DECODING = ("decode", "drift")
+"""What takes a trained model, and several tiers and batches."""
+DECODING_ONLY = ("context", "weights", "plot")
 BANDWIDTH = 4.3
 """TB/s that an H200 was measured to move."""
 
@@ -74,8 +80,7 @@ def main() -> None:
         for value in given if isinstance(given, list) else [given]:
             if value is not None and value < least:
                 raise UserError(f"--{name.replace('_', '-')} {value}: at least {least}")
-    if args.what != "decode":
-        _check_no_decoding(args)
+    _check_decoding(args)
     model, config = _open(args)
     if config.training.threads is not None:
         torch.set_num_threads(config.training.threads)
@@ -84,13 +89,15 @@ def main() -> None:
             raise UserError(f"{args.what}: measures one device; of {mesh.world} processes, `train` alone does")
         if args.what == "decode":
             _decode(args, config, model, mesh.device)
+        elif args.what == "drift":
+            _drift(args, config, model, mesh.device)
         else:
             _measure(args, with_batches(config, args.micro_batch, args.accumulation, mesh.dp), mesh)
 
 
 def _open(args: argparse.Namespace) -> tuple[LanguageModel | None, RunConfig]:
     """The config; and the model, where a folder of a trained one stands in its place."""
-    if args.what != "decode" or not args.config.is_dir():
+    if args.what not in DECODING or not args.config.is_dir():
         return None, load_config(args.config, args.overrides)
     if args.overrides:
         raise UserError(f"--set {args.overrides[0]}: {args.config} is a trained model, whose config stands")
@@ -100,17 +107,26 @@ def _open(args: argparse.Namespace) -> tuple[LanguageModel | None, RunConfig]:
     return model, replace(config, parallel=ParallelConfig(), training=training)
 
 
-def _check_no_decoding(args: argparse.Namespace) -> None:
-    """Refuse what `decode` alone takes."""
-    for name in DECODE_ONLY:
+def _check_decoding(args: argparse.Namespace) -> None:
+    """Refuse what `decode` and `drift` alone take, and of theirs what the other takes."""
+    if args.what != "decode":
+        if args.bandwidth is not None:
+            raise UserError(f"--bandwidth: belongs to decode, not to {args.what}")
+        if not args.control:
+            raise UserError(f"--no-control: belongs to decode, not to {args.what}")
+    if args.what in DECODING:
+        if args.model != "essh" or args.elastic:
+            raise UserError(f"{args.what}: takes our model at one capacity after another; leave out --model, --elastic")
+        if args.what == "drift" and len(args.context or []) > 1:
+            raise UserError(f"--context: given {len(args.context)} times; drift takes one")
+        return
+    for name in DECODING_ONLY:
         if getattr(args, name) is not None:
-            raise UserError(f"--{name}: belongs to decode, not to {args.what}")
+            raise UserError(f"--{name}: belongs to decode and drift, not to {args.what}")
     for name in ("capacity", "batch"):
         given = getattr(args, name)
         if given is not None and len(given) > 1:
             raise UserError(f"--{name}: given {len(given)} times; {args.what} takes one")
-    if not args.control:
-        raise UserError(f"--no-control: belongs to decode, not to {args.what}")
 
 
 def _measure(args: argparse.Namespace, config: RunConfig, mesh: Mesh) -> None:
@@ -146,6 +162,9 @@ def _measure(args: argparse.Namespace, config: RunConfig, mesh: Mesh) -> None:
     prefilled = _prefill(args, config, device) if args.what == "prefill" else []
     if prefilled:
         console.print(_prefill_table(title, prefilled))
+        ours = [row for row in prefilled if row["model"] == "essh"]
+        if ours:
+            console.print(_engine_table(ours))
         for what, ratio in ratios(prefilled).items():
             print(f"{what}: {ratio:.3f}")
     served = _data(args, config) if args.what == "data" else []
@@ -172,7 +191,8 @@ def _say_nothing(line: str) -> None:
 
 def _parser() -> ConfigParser:
     parser = ConfigParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("all", "train", "scan", "prefill", "decode", "data"), default="all")
+    kinds = ("all", "train", "scan", "prefill", *DECODING, "data")
+    parser.add_argument("what", nargs="?", choices=kinds, default="all")
     add_config_arguments(parser, DEFAULT_CONFIG)
     parser.add_argument("--model", choices=("essh", "transformer_pp", "both"), default="essh")
     parser.add_argument(
@@ -187,7 +207,12 @@ def _parser() -> ConfigParser:
     parser.add_argument("--accumulation", type=int, metavar="N", help="micro-batches a step (default: the config's)")
     parser.add_argument("--steps", type=int, help="steps a run (default: 40, decoding 200; on a CPU 8)")
     parser.add_argument("--measure", metavar="FROM-TO", help="steps measured, counted from 1 (default: 20-35; CPU 4-7)")
-    parser.add_argument("--length", type=int, help="tokens of a prompt (default: 131072; CPU: the config's sequences)")
+    parser.add_argument(
+        "--length",
+        type=int,
+        help="tokens of a prompt (default: 131072; CPU: the config's sequences); of a sequence that drift looks at "
+        "(default: 4096 past the window)",
+    )
     parser.add_argument(
         "--batch", type=int, action="append", metavar="N", help="prompts or sequences at a time; in decoding several"
     )
@@ -196,10 +221,14 @@ def _parser() -> ConfigParser:
         type=int,
         action="append",
         metavar="N",
-        help="tokens that decoded sequences have taken in; may be repeated (default: the window)",
+        help="tokens that sequences have taken in before decoding; may be repeated (default: the window); before "
+        "drift's steps, one number (default: 64)",
     )
     parser.add_argument(
-        "--weights", choices=get_args(Weights), action="append", help="of decoding; may be repeated (default: bf16)"
+        "--weights",
+        choices=get_args(Weights),
+        action="append",
+        help="of decoding; may be repeated (default: bf16; drift: fp32 too)",
     )
     parser.add_argument(
         "--bandwidth", type=float, metavar="TB/S", help=f"the floor of decoding (default: on a GPU {BANDWIDTH:g})"
@@ -224,7 +253,7 @@ def _parser() -> ConfigParser:
     )
     parser.add_argument("--parts", action=argparse.BooleanOptionalAction, default=True, help="time a step's parts too")
     parser.add_argument("--json", type=Path, help="write all figures here")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the times of decoding")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the times of decoding, or the errors")
     return parser
 
 
@@ -279,8 +308,6 @@ def _prefill(args: argparse.Namespace, config: RunConfig, device: torch.device) 
 
 
 def _decode(args: argparse.Namespace, config: RunConfig, model: LanguageModel | None, device: torch.device) -> None:
-    if args.model != "essh" or args.elastic:
-        raise UserError("decode: measures our model at one capacity after another; leave out --model and --elastic")
     if args.bandwidth is not None and not args.bandwidth > 0:
         raise UserError(f"--bandwidth {args.bandwidth:g}: more than 0")
     on_gpu = device.type == "cuda"
@@ -322,6 +349,35 @@ def _decode(args: argparse.Namespace, config: RunConfig, model: LanguageModel | 
             "steps": timing.steps,
             "repeats": timing.repeats,
             "decode": rows,
+        }
+        write_atomically(args.json, json.dumps(content, indent=1).encode())
+        print(f"figures: {args.json}")
+
+
+def _drift(args: argparse.Namespace, config: RunConfig, model: LanguageModel | None, device: torch.device) -> None:
+    (prompt,) = args.context or [None]
+    tiers, weights = args.capacity or end_tiers(config), args.weights or ["bf16", "fp32"]
+    cases = drift_cases(config, tiers, args.batch or [1, 3], args.length, prompt)
+    random = model is None
+    if model is None:
+        model = random_model(config, device)
+        strengthen(model, config.training.seed)
+    rows = measure_drift(model.to(device), config, cases, weights, say=partial(print, flush=True))
+    where = f"{device_name(device)}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    title = f"{args.config.name} on {where}"
+    begin = "prompt" if rows[0]["window"] is None else f"window of {rows[0]['window']:,}"
+    Console().print(_drift_table(f"{title}\nerrors of logits past the {begin}, relative to fp32's", rows))
+    print(_drift_verdict(rows))
+    if args.plot:
+        write_atomically(args.plot, draw_drift(rows, title))
+        print(f"plot: {args.plot}")
+    if args.json:
+        content = {
+            "config": str(args.config),
+            "set": args.overrides,
+            "where": where,
+            "random_weights": random,
+            "drift": rows,
         }
         write_atomically(args.json, json.dumps(content, indent=1).encode())
         print(f"figures: {args.json}")
@@ -394,6 +450,18 @@ def _prefill_table(title: str, rows: list[dict[str, Any]]) -> Table:
     return table
 
 
+def _engine_table(rows: list[dict[str, Any]]) -> Table:
+    table = _table("through a warm engine", "prompts", "first token ms", "of that, adding", "then tokens/s")
+    for row in rows:
+        table.add_row(
+            f"{row['capacity']} {row['batch']} x {row['length']:,}",
+            f"{row['engine_first_token_ms']:,.1f}",
+            f"{row['engine_add_ms']:,.1f}",
+            f"{row['generate_tokens_per_second']:,.0f}",
+        )
+    return table
+
+
 def _decode_case(row: dict[str, Any]) -> str:
     return f"{row['capacity']} {row['weights']} {row['batch']}x{row['context']}"
 
@@ -436,6 +504,35 @@ def _decode_control_table(rows: list[dict[str, Any]]) -> Table:
             f"{row['logits_difference']:.1e}",
         )
     return table
+
+
+def _drift_table(title: str, rows: list[dict[str, Any]]) -> Table:
+    headings = ("drift", "error", "highest", "noise", "growth", "slope")
+    table = _table(title, *headings)
+    for row in rows:
+        for line, verdict in row["verdicts"].items():
+            table.add_row(
+                f"{row['capacity']} x{row['batch']} {line}",
+                f"{verdict['error']:.2e}",
+                f"{verdict['highest']:.2e}",
+                _optional(verdict["over_noise"], ".2f"),
+                f"{verdict['growth']:.3f}",
+                f"{verdict['slope']:+.3f} ± {verdict['slope_deviation']:.3f}",
+            )
+    return table
+
+
+def _drift_verdict(rows: list[dict[str, Any]]) -> str:
+    """What of the steps drifts, and what is further off than it may be."""
+    found = [
+        f"{row['capacity']} x{row['batch']} {line} {what}"
+        for row in rows
+        for line, verdict in row["verdicts"].items()
+        if line != FORWARD
+        for wrong, what in ((verdict["drifts"], "drift"), (verdict["near"] is False, "are too far off"))
+        if wrong
+    ]
+    return "; ".join(found) or f"no drift: no error grows by more than {MOST_GROWTH - 1:.0%}, none is too far off"
 
 
 def _optional(value: float | None, form: str) -> str:

@@ -166,7 +166,7 @@ def measure_decoding(
         say(f"{case.tier}, {case.weights} weights: {case.batch:,} x {case.context:,} tokens")
         if weights is None or key != (case.tier, case.weights):
             key, weights = (case.tier, case.weights), None  # the old ones go before there are new ones
-            weights = pack_model(model, capacity, _dtype(case.weights), QUANTIZED.get(case.weights))
+            weights = pack_model(model, capacity, activation_dtype(case.weights), QUANTIZED.get(case.weights))
         with torch.inference_mode():
             row = _fused(config, case, capacity, weights, timing, bandwidth)
         _free(model.device)
@@ -206,7 +206,7 @@ def _fused(
 
     step()
     logits_BV = buffers.logits_BV.clone()
-    replay = _recorded(step, device) if device.type == "cuda" else None
+    replay = recorded(step, device) if device.type == "cuda" else None
     graph = None if replay is None else _timed(replay, restart, timing, device)
     eager = _timed(step, restart, timing if replay is None else timing.fewer(), device)
     if not bool(logits_BV.isfinite().all() & buffers.logits_BV.isfinite().all()):
@@ -276,7 +276,7 @@ def _control(
     graph, failed = None, None
     if device.type == "cuda":
         try:
-            graph = _timed(_recorded(at_one_position, device), _nothing, timing.fewer(), device)
+            graph = _timed(recorded(at_one_position, device), _nothing, timing.fewer(), device)
         except RuntimeError as error:
             failed = str(error).partition("\n")[0]
     return {
@@ -341,7 +341,7 @@ def _as_model_state(state: DecodeState, context: int) -> ModelState:
     )
 
 
-def _recorded(step: Callable[[], object], device: torch.device) -> Callable[[], object]:
+def recorded(step: Callable[[], object], device: torch.device) -> Callable[[], object]:
     """The step as a CUDA graph, after some untimed calls in which its kernels are compiled and loaded."""
     stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
     stream.wait_stream(current)
@@ -383,7 +383,7 @@ def _kernels(step: Callable[[], object], device: torch.device) -> int | None:
     return sum(not name.startswith(("Memcpy", "Memset")) for name in names) or None
 
 
-def _dtype(weights: Weights) -> torch.dtype:
+def activation_dtype(weights: Weights) -> torch.dtype:
     """Of activations, and of weights that are not quantised."""
     return torch.float32 if weights == "fp32" else torch.bfloat16
 

@@ -7,6 +7,8 @@ spectral states stay fp32.
 from __future__ import annotations
 
 import gc
+import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,14 +22,18 @@ from megatron_essh.baselines.transformer import (
     transformer_flops,
     transformer_parameters,
 )
-from megatron_essh.benchmarks.timing import timed
+from megatron_essh.benchmarks.timing import timed, wait
 from megatron_essh.benchmarks.training import ModelName
 from megatron_essh.config import RunConfig
 from megatron_essh.device import device_name, peak_tflops
 from megatron_essh.elastic.capacity import Capacity, full_capacity, parse_capacity
+from megatron_essh.inference import Engine, Request, SamplingConfig, generate_many
 from megatron_essh.model.accounting import flops_per_token, parameter_counts
 from megatron_essh.model.language_model import LanguageModel
 from megatron_essh.ops.selective_scan import ModalTables
+
+GENERATED = 128
+"""Tokens of each text that is generated."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +67,7 @@ def measure_prefill(
         found = _transformer(config, tokens, prompt, device, compiled=compiled)
     else:
         found = _essh(config, tier, tokens, prompt, device)
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    _free(device)
     count = prompt.batch * prompt.length
     flops = count * found.pop("flops_per_token") + prompt.batch * found.pop("head_flops")
     rate = flops / (found["median_ms"] / 1e3) / 1e12
@@ -86,6 +90,8 @@ def measure_prefill(
 def _essh(config: RunConfig, tier: str, tokens: Tensor, prompt: Prompt, device: torch.device) -> dict[str, Any]:
     shape = config.model
     capacity: Capacity = full_capacity(shape) if tier == "full" else parse_capacity(tier, shape, config.elastic)
+    engine = _engine(config, capacity, tokens.tolist(), prompt, device)
+    _free(device)
     with device:
         model = LanguageModel(shape)
     set_precision(model, config.training.precision)
@@ -100,9 +106,60 @@ def _essh(config: RunConfig, tier: str, tokens: Tensor, prompt: Prompt, device: 
     return {
         "parameters": parameter_counts(shape, capacity).total,
         **_times(prefill, tokens, given, prompt, device),
+        **engine,
         "state_mib": sum(state.nbytes()) / 2**20,
         "flops_per_token": work.projections + work.scan + work.attention,
         "head_flops": work.head,
+    }
+
+
+def _engine(
+    config: RunConfig, capacity: Capacity, prompts: list[list[int]], prompt: Prompt, device: torch.device
+) -> dict[str, Any]:
+    """From prompts on the host to their first drawn tokens there, through an engine that is warm; then generating.
+
+    The model is as `tools/generate.py` opens it: its weights are fp32, prompts run in autocast where steps are bf16.
+    """
+    with device:
+        model = LanguageModel(config.model).requires_grad_(False)
+    dtype = torch.bfloat16 if config.training.precision == "bf16" else torch.float32
+    most = prompt.length + GENERATED
+    engine = Engine(model, capacity, slots=prompt.batch, dtype=dtype, max_length=most)
+    sampling = SamplingConfig()
+
+    def first_tokens() -> tuple[float, float]:
+        """Milliseconds until the prompts are handed to the device, and until the tokens are here."""
+        wait(device)
+        begin = time.perf_counter()
+        slots = [engine.add(tokens, sampling) for tokens in prompts]
+        added = time.perf_counter()
+        engine.step(slots).tokens()
+        end = time.perf_counter()
+        for slot in slots:
+            engine.remove(slot)
+        return 1e3 * (added - begin), 1e3 * (end - begin)
+
+    def generate() -> float:
+        """Milliseconds from the first step's tokens to the last one's."""
+        requests = [Request(prompt=tuple(p), sampling=sampling, max_new_tokens=GENERATED) for p in prompts]
+        given = generate_many(engine, requests)
+        next(given)
+        begin = time.perf_counter()
+        for _ in given:
+            pass
+        return 1e3 * (time.perf_counter() - begin)
+
+    # Warm: kernels are compiled, steps and draws recorded, memory is there.
+    warmup = max(1, prompt.warmup)
+    added, first = zip(*[first_tokens() for _ in range(warmup + prompt.repeats)][warmup:], strict=True)
+    texts = [generate() for _ in range(warmup + prompt.repeats)][warmup:]
+    return {
+        "engine_first_token_ms": statistics.median(first),
+        "engine_first_token_all_ms": first,
+        "engine_add_ms": statistics.median(added),
+        "generated": GENERATED,
+        "generate_all_ms": texts,
+        "generate_tokens_per_second": 1e3 * prompt.batch * (GENERATED - 1) / statistics.median(texts),
     }
 
 
@@ -157,3 +214,9 @@ def _times(
         first = timed("first token", first_token, tokens.numel(), device, prompt.warmup, prompt.repeats)
     kept = ("median_ms", "min_ms", "max_ms", "all_ms", "peak_mib")
     return {**{name: whole[name] for name in kept}, "first_token_ms": first["median_ms"]}
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -107,17 +107,34 @@ def test_idle_rows_change_no_slot_and_stay_finite(ring):
 
 
 @pytest.mark.parametrize("shares", [1, 2, 8])
+@pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize("position", [0, 17, 130, 300])
-def test_a_head_dealt_out_over_programs_is_the_same_head(ring, monkeypatch, shares, position):
-    monkeypatch.setattr(ring, "splits", lambda *_: shares)
-    assert_attends(ring, Case([(1, position), (0, 128), (-1, 0)], 2, 130, 16, torch.float32))
+def test_a_head_dealt_out_over_programs_is_the_same_head(ring, monkeypatch, shares, stages, position):
+    chosen = {"BLOCK": 16, "SPLITS": shares, "STAGES": stages, "num_warps": 2}
+    monkeypatch.setattr(ring, "options", lambda *_: chosen)
+    case = Case([(1, position), (0, 128), (-1, 0)], 2, 130, 16, torch.float32)
+    for _ in range(2):  # the counters are as they were
+        assert_attends(ring, case)
 
 
-def test_programs_are_as_many_as_there_is_work_for(ring):
-    assert ring.splits(512 * 32, 2048, 64) == 1
-    assert ring.splits(16 * 32, 2048, 64) == 2
-    assert ring.splits(32, 2048, 64) == 32
-    assert ring.splits(1, 40, 64) == 1
+def test_programs_are_as_many_as_there_is_work_for(ring, monkeypatch):
+    monkeypatch.setattr(ring, "_capability", lambda _: 9)
+
+    def chosen(heads: int, window: int = 2048) -> tuple[int, ...]:
+        options = ring.options(heads, window, 64, torch.device("cpu"))
+        return tuple(options.get(name, 0) for name in ("BLOCK", "SPLITS", "STAGES", "num_warps", "maxnreg"))
+
+    assert chosen(32) == (32, 32, 1, 2, 128)
+    assert chosen(16 * 32) == (32, 8, 4, 2, 0)
+    assert chosen(128 * 32) == chosen(512 * 32) == (64, 1, 3, 4, 0)
+    assert chosen(1, window=40) == (64, 1, 1, 4, 0)
+
+
+def test_pipelines_are_for_compute_capability_9_alone(ring, monkeypatch):
+    for capability in (8, 10, 12):
+        monkeypatch.setattr(ring, "_capability", lambda _, major=capability: major)
+        for heads in (32, 512, 4096):
+            assert ring.options(heads, 2048, 64, torch.device("cpu"))["STAGES"] == 1
 
 
 def test_places_that_hold_no_token_are_never_seen(ring):
@@ -198,42 +215,49 @@ COMPILE_ALL = """
 import math
 import sys
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from megatron_essh.ops.decode_step import ring_attention
 
-TYPES = {"position": "*i64", "slot": "*i32", "window": "i32", "maxima": "*fp32", "sums": "*fp32", "parts": "*fp32"}
-for element in ("*bf16", "*fp32"):
-    for splits in (1, 16):
-        block = ring_attention.block_places(64)
+TYPES = {"position": "*i64", "slot": "*i32", "counter": "*i32"} | dict.fromkeys(("parts", "maxima", "sums"), "*fp32")
+DEVICE = torch.device("cpu")
+capability = int(sys.argv[1])
+ring_attention._capability = lambda _: capability // 10
+kernel = ring_attention.attend_kernel
+for element, per_thread in (("*bf16", 8), ("*fp32", 16)):
+    for heads in (32, 512, 4096):
+        chosen = ring_attention.options(heads, 2048, 64, DEVICE)
         constants = {
-            "H": 32, "E": 64, "WIDTH": 64, "BLOCK": block, "SPLITS": splits, "LOG_BASE": math.log(10_000.0),
-            "DEPENDENT": True,
+            "H": 32, "WINDOW": 2048, "E": 64, "WIDTH": 64, "LOG_BASE": math.log(10_000.0), "DEPENDENT": True,
+        } | {name: value for name, value in chosen.items() if name.isupper()}
+        if chosen["SPLITS"] == 1:
+            constants |= dict.fromkeys(("parts", "maxima", "sums", "counter"))
+        signature = {
+            name: "constexpr" if name in constants else TYPES.get(name, element) for name in kernel.arg_names
         }
-        kernels = [(ring_attention.attend_kernel, 4), (ring_attention.join_kernel, 2)]
-        for kernel, warps in kernels[: 1 if splits == 1 else 2]:
-            chosen = {name: value for name, value in constants.items() if name in kernel.arg_names}
-            if splits == 1:
-                chosen |= {"maxima": None, "sums": None}
-            types = TYPES | ({"y": "*fp32"} if splits > 1 and warps == 4 else {})
-            signature = {
-                name: "constexpr" if name in chosen else types.get(name, element) for name in kernel.arg_names
-            }
-            aligned = {
-                (i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if signature[name][0] == "*"
-            }
-            source = ASTSource(kernel, signature, chosen, aligned)
-            options = {"num_warps": warps, "num_stages": 1, "launch_pdl": True}
-            compiled = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32), options=options)
-            ptx = compiled.asm["ptx"]
-            assert ptx.count("griddepcontrol.wait") == 1
-            # Keys and values come 16 bytes a thread.
-            if kernel is ring_attention.attend_kernel:
-                wide = ptx.count(".L2::cache_hint.v4.b32")
-                assert wide == (8 if element == "*bf16" else 16), wide
-            print(kernel.__name__, splits, len(compiled.asm["cubin"]))
+        aligned = {
+            (i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if signature[name][0] == "*"
+        }
+        options = {name: value for name, value in chosen.items() if not name.isupper()}
+        source = ASTSource(kernel, signature, constants, aligned)
+        compiled = triton.compile(
+            source, target=GPUTarget("cuda", capability, 32), options=options | {"num_stages": 1, "launch_pdl": True}
+        )
+        ptx = compiled.asm["ptx"]
+        assert ptx.count("griddepcontrol.wait") == 1
+        # Keys and values come 16 bytes a thread: the first block, before the wait, and the next one, or all stages'.
+        if chosen["STAGES"] == 1:
+            assert ptx.count(".L2::cache_hint.v4.b32") == 2 * per_thread
+            early = ptx[: ptx.index("griddepcontrol.wait")]
+            assert early.count(".L2::cache_hint.v4.b32") == per_thread
+        else:
+            assert ptx.count("cp.async.cg.shared.global") == chosen["STAGES"] * per_thread
+        assert (".maxnreg 128" in ptx) == (heads == 32)
+        assert compiled.metadata.shared <= 64 * 1024
+        print(element, heads, compiled.metadata.shared)
 """
 
 

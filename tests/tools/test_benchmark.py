@@ -149,6 +149,13 @@ def test_a_prefill_counts_the_tiers_work_and_its_whole_prompts(bench: Bench, tin
     work = flops_per_token(model, capacity, sequence_length=50)
     operations = 150 * (work.forward - work.head) + 3 * work.head  # the head sees the last tokens alone
     assert row["tflops"] == pytest.approx(operations / row["median_ms"] * 1e3 / 1e12)
+    assert len(row["engine_first_token_all_ms"]) == len(row["generate_all_ms"]) == 2
+    assert row["engine_first_token_ms"] == pytest.approx(statistics.median(row["engine_first_token_all_ms"]))
+    assert 0 < row["engine_add_ms"] < row["engine_first_token_ms"]
+    # the tokens of three sequences after the first step's, out of 128 steps
+    assert row["generated"] == 128
+    assert row["generate_tokens_per_second"] == pytest.approx(3e3 * 127 / statistics.median(row["generate_all_ms"]))
+    assert "through a warm engine" in printed
     assert "essh T1: 3 x 50 tokens, fp32 weights" in printed
     assert figures["train"] == figures["scan"] == []
 
@@ -233,15 +240,69 @@ def test_decoding_takes_a_trained_model(
     assert "is a trained model, whose config stands" in refused.stderr
 
 
+def test_drift_gives_every_case_its_lines_and_a_verdict(bench: Bench, tmp_path: Path) -> None:
+    words = [
+        "--tier",
+        "T10",
+        "--tier",
+        "T1",
+        "--batch",
+        2,
+        "--length",
+        60,
+        "--context",
+        5,
+        "--plot",
+        tmp_path / "d.png",
+    ]
+    figures, printed = bench("drift", "--set", CPU, *words)
+    rows = figures["drift"]
+    assert [(row["capacity"], row["batch"], row["length"], row["prompt"]) for row in rows] == [
+        ("T10", 2, 60, 5),
+        ("T1", 2, 60, 5),
+    ]
+    assert figures["random_weights"] is True
+    for row in rows:
+        assert list(row["errors"]) == ["bf16 forward", "bf16 steps", "fp32 steps"]
+        assert row["verdicts"]["fp32 steps"]["near"] is True
+        assert f"{row['capacity']} x2 bf16 steps" in printed
+    assert "errors of logits past the window of 8" in printed
+    assert ("no drift: " in printed) == (
+        not any(
+            row["verdicts"][f"{k} steps"]["drifts"] or row["verdicts"][f"{k} steps"]["near"] is False
+            for row in rows
+            for k in ("bf16", "fp32")
+        )
+    )
+    assert (tmp_path / "d.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_drift_takes_a_trained_model(
+    command: Callable[..., Any], write_run: Callable[..., Any], tmp_path: Path, byte_pair: Any
+) -> None:
+    words = ["drift", write_run().folder, "--tier", "T4", "--batch", 1, "--length", 50, "--weights", "int8"]
+    done = command("tools/benchmark.py", *words, "--json", tmp_path / "figures.json")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["random_weights"] is False
+    assert list(figures["drift"][0]["errors"]) == ["bf16 forward", "int8 steps"]
+
+
 @pytest.mark.parametrize(
     ("what", "words", "complaint"),
     [
+        ("drift", ["--bandwidth", 4], "--bandwidth: belongs to decode, not to drift"),
+        ("drift", ["--no-control"], "--no-control: belongs to decode, not to drift"),
+        ("drift", ["--elastic"], "leave out --model, --elastic"),
+        ("drift", ["--length", 20], "--length 20: steps must go on for 32 tokens past the window"),
+        ("drift", ["--context", 0], "--context 0: drift takes in at least 1 token"),
+        ("drift", ["--context", 4, "--context", 5], "--context: given 2 times; drift takes one"),
         ("decode", ["--batch", 4, "--batch", 0], "--batch 0: at least 1"),
         ("decode", ["--context", -1], "--context -1: at least 0"),
         ("decode", ["--bandwidth", 0], "--bandwidth 0: more than 0"),
         ("decode", ["--tier", "T11"], "capacity 'T11'"),
-        ("decode", ["--model", "both"], "leave out --model and --elastic"),
-        ("prefill", ["--context", 4], "--context: belongs to decode, not to prefill"),
+        ("decode", ["--model", "both"], "leave out --model, --elastic"),
+        ("prefill", ["--context", 4], "--context: belongs to decode and drift, not to prefill"),
         ("train", ["--weights", "int8"], "--weights: belongs to decode"),
         ("scan", ["--no-control"], "--no-control: belongs to decode"),
         ("prefill", ["--tier", "T1", "--tier", "T2"], "--capacity: given 2 times; prefill takes one"),

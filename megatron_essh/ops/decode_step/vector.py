@@ -95,11 +95,11 @@ def after_tiles(DEPENDENT: tl.constexpr):
 @triton.jit
 def embed_kernel(embedding, token, x, D: tl.constexpr, WIDTH: tl.constexpr, DEPENDENT: tl.constexpr):
     """x [B, D] = rows of the embedding; program (b, block of WIDTH columns)."""
-    before_tiles(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column_C = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside_C = column_C < D
     after_tiles(DEPENDENT)
+    before_tiles(DEPENDENT)  # in this order: nothing of a step starts before all of the step before it has ended
     place = tl.load(token + row).to(tl.int64) * D
     tl.store(x + row * D + column_C, tl.load(embedding + place + column_C, mask=inside_C).to(tl.float32), mask=inside_C)
 
@@ -166,8 +166,12 @@ def add_product_kernel(
 def scan_rows(
     raw, tables, beta, state, slot, z, channel, first, eps, B: tl.constexpr, K: tl.constexpr, M: tl.constexpr,
     P: tl.constexpr, MODES: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, NEUTRAL: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """One token of the selective scan of a channel, for STEP rows from the first on; raw [B, K (P + 3M)]."""
+    """One token of the selective scan of a channel, for STEP rows from the first on; raw [B, K (P + 3M)].
+
+    DEPENDENT: nothing has waited yet for the kernels ahead of this one; states are asked for before.
+    """
     row_B = first + tl.arange(0, STEP)
     mode_M = tl.arange(0, MODES)
     place_P = tl.arange(0, WIDTH)
@@ -178,6 +182,9 @@ def scan_rows(
     live_BMP = (slot_B >= 0)[:, None, None] & inside_MP[None, :, :]
     first_BMP = tl.load(state_BMP, mask=live_BMP, other=0.0)
     second_BMP = tl.load(state_BMP + P, mask=live_BMP, other=0.0)
+    # A layer's states were written a step ago at the latest, slots by a copy ahead of the step, and a step begins with
+    # a kernel that lets no other start before all of the step before has ended.
+    after_tiles(DEPENDENT)
 
     # Other programs wrote these: past the first cache, which may hold what was there before.
     raw_B = raw + row_B * (K * (P + 3 * M)) + channel * (P + 3 * M)
