@@ -82,13 +82,15 @@ def run(weights: DecodeWeights, state: DecodeState, token_B: Tensor, slot_B: Ten
     x_BD, eps = buffers.x_BD, weights.eps
     stages.embed(weights.embedding_VD, token_B, x_BD)
     spectral = attending = 0
-    for mixer, feed_forward in zip(weights.mixers, weights.feed_forwards, strict=True):
+    norms = [mixer.norm_D for mixer in weights.mixers[1:]] + [weights.final_norm_D]
+    scaled = None
+    for mixer, feed_forward, next_norm_D in zip(weights.mixers, weights.feed_forwards, norms, strict=True):
         if isinstance(mixer, SpectralWeights):
-            stages.spectral(x_BD, mixer, eps, state.spectral_LSKM2P[spectral], slot_B, buffers.z_BR)
-            stages.add_product(buffers.z_BR, mixer.out_proj, mixer.output_scale, x_BD)
+            stages.spectral(x_BD, mixer, eps, state.spectral_LSKM2P[spectral], slot_B, buffers.z_BR, scaled)
+            scaled = stages.add_product(buffers.z_BR, mixer.out_proj, mixer.output_scale, x_BD, feed_forward.norm_D)
             spectral += 1
         else:
-            stages.normed_product(x_BD, mixer.norm_D, eps, mixer.qkv, buffers.qkv_BR)
+            stages.normed_product(x_BD, mixer.norm_D, eps, mixer.qkv, buffers.qkv_BR, scaled)
             stages.attend(
                 buffers.qkv_BR,
                 mixer,
@@ -99,9 +101,9 @@ def run(weights: DecodeWeights, state: DecodeState, token_B: Tensor, slot_B: Ten
                 slot_B,
                 buffers.y_BR,
             )
-            stages.add_product(buffers.y_BR, mixer.out_proj, 1.0, x_BD)
+            scaled = stages.add_product(buffers.y_BR, mixer.out_proj, 1.0, x_BD, feed_forward.norm_D)
             attending += 1
-        stages.units(x_BD, feed_forward, eps, buffers.h_BN)
-        stages.add_product(buffers.h_BN, feed_forward.down, 1.0, x_BD)
-    stages.normed_product(x_BD, weights.final_norm_D, eps, weights.head, buffers.logits_BV)
+        stages.units(x_BD, feed_forward, eps, buffers.h_BN, scaled)
+        scaled = stages.add_product(buffers.h_BN, feed_forward.down, 1.0, x_BD, next_norm_D)
+    stages.normed_product(x_BD, weights.final_norm_D, eps, weights.head, buffers.logits_BV, scaled)
     stages.advance(state.position_S, slot_B)

@@ -198,6 +198,37 @@ def test_every_form_of_a_product(matrix, monkeypatch, form, turned, kind):
     assert_add_product(matrix, 20, 320, 32, kind)
 
 
+@pytest.mark.parametrize("batch", [2, 16, 20, 32])
+@pytest.mark.parametrize("kind", ["int8", torch.bfloat16])
+def test_a_norm_is_made_up_for_by_the_products_on_both_sides_of_it(matrix, batch, kind):
+    draw, n, d = Draw(), 300, 200
+    feed_forward = FeedForwardWeights(draw.normal(d), draw.weight(2 * n, d, kind), draw.weight(d, n, kind))
+    spectral = draw.spectral(d, 5, 28, 8, kind)
+    head, final_D = draw.weight(77, d, kind), draw.normal(d)
+    h_BN, state, slot_B = (
+        draw.normal(batch, n, dtype=torch.bfloat16),
+        draw.normal(batch + 2, 5, 8, 2, 28),
+        draw.slots(batch),
+    )
+    live_B = slot_B >= 0
+
+    def outcome(stages) -> list[Tensor]:
+        x_BD, ours = Draw(1).normal(batch, d) * 5, state.clone()
+        new_h_BN, z_BR = torch.empty_like(h_BN), h_BN.new_empty(batch, 5 * 28)
+        logits_BV = torch.empty(batch, 77, device=DEVICE)
+        scaled = stages.add_product(h_BN, feed_forward.down, 0.3, x_BD, feed_forward.norm_D)
+        assert (scaled is None) == (stages is reference)
+        stages.units(x_BD, feed_forward, EPS, new_h_BN, scaled)
+        scaled = stages.add_product(new_h_BN, feed_forward.down, 0.5, x_BD, spectral.norm_D)
+        stages.spectral(x_BD, spectral, EPS, ours, slot_B, z_BR, scaled)
+        scaled = stages.add_product(z_BR, spectral.out_proj, spectral.output_scale, x_BD, final_D)
+        stages.normed_product(x_BD, final_D, EPS, head, logits_BV, scaled)
+        return [new_h_BN[live_B], z_BR[live_B], ours, x_BD[live_B], logits_BV[live_B]]
+
+    for actual, expected in zip(outcome(matrix), outcome(reference), strict=True):
+        assert_close(actual, expected, torch.bfloat16)
+
+
 def test_shares_are_joined_alike_and_leave_their_counters_as_they_were(matrix, monkeypatch):
     launch = matrix.Launch(rows=16, batch=16, columns=32, splits=4)
     monkeypatch.setattr(matrix, "product_launch", lambda *_: launch)
@@ -378,8 +409,8 @@ def test_a_layer_can_be_recorded(matrix, batch, kind):
 
     def layer() -> None:
         matrix.spectral(x_BD, spectral, EPS, state, slot_B, z_BR)
-        matrix.add_product(z_BR, spectral.out_proj, spectral.output_scale, x_BD)
-        matrix.units(x_BD, feed_forward, EPS, h_BN)
+        scaled = matrix.add_product(z_BR, spectral.out_proj, spectral.output_scale, x_BD, feed_forward.norm_D)
+        matrix.units(x_BD, feed_forward, EPS, h_BN, scaled)
         matrix.add_product(h_BN, feed_forward.down, 1.0, x_BD)
         matrix.advance(position_S, slot_B)
 
@@ -437,11 +468,13 @@ def compile_one(kernel, constants, types, warps=4, stages=1):
 def compile_product(rows, inputs, form, stored, launch, activation=tl.bfloat16):
     constants = {
         "INPUTS": inputs, "COLUMNS": launch.columns, "ROWS": launch.rows, "BATCH": launch.batch,
-        "SPLITS": launch.splits, "HELD": launch.held, "TURNED": launch.turned,
+        "SPLITS": launch.splits, "TILES": 0 if form == "add" else -(-inputs // 64), "HELD": launch.held,
+        "TURNED": launch.turned,
         "ACTIVATION": activation, "UNITS": form == "units", "ADD": form == "add",
     }
     constants |= {"scale": None} if stored == "*bf16" else {}
     constants |= {"parts": None, "counter": None} if launch.splits == 1 else {}
+    constants |= dict.fromkeys(("x_squares",) if form == "add" else ("norm", "u", "squares"))
     types = {"values": stored, "y": "*bf16" if form == "units" else "*fp32"}
     types["x"] = "*fp32" if activation == tl.float32 else "*bf16"
     ptx = compile_one(matrix.product_kernel, constants, types, launch.warps, launch.stages).asm["ptx"]

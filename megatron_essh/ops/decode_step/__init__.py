@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_essh.ops import HAS_TRITON
 from megatron_essh.ops.decode_step import reference
+from megatron_essh.ops.decode_step.state import Scaled
 from megatron_essh.ops.decode_step.weights import AttentionWeights, FeedForwardWeights, PackedWeight, SpectralWeights
 
 __all__ = [
@@ -35,26 +36,37 @@ def embed(embedding_VD: Tensor, token_B: Tensor, x_BD: Tensor) -> None:
     _weights_stages(x_BD).embed(embedding_VD, token_B, x_BD)
 
 
-def normed_product(x_BD: Tensor, norm_D: Tensor, eps: float, weight: PackedWeight, y_BR: Tensor) -> None:
+def normed_product(
+    x_BD: Tensor, norm_D: Tensor, eps: float, weight: PackedWeight, y_BR: Tensor, scaled: Scaled | None = None
+) -> None:
     """y = RMSNorm(x) W^T: the queries, keys and values of an attention layer, and the head's logits (fp32)."""
-    _weights_stages(x_BD).normed_product(x_BD, norm_D, eps, weight, y_BR)
+    _weights_stages(x_BD).normed_product(x_BD, norm_D, eps, weight, y_BR, scaled)
 
 
-def add_product(h_BI: Tensor, weight: PackedWeight, scale: float, x_BD: Tensor) -> None:
-    """x += scale h W^T."""
-    _weights_stages(x_BD).add_product(h_BI, weight, scale, x_BD)
+def add_product(
+    h_BI: Tensor, weight: PackedWeight, scale: float, x_BD: Tensor, norm_D: Tensor | None = None
+) -> Scaled | None:
+    """x += scale h W^T. What it returns may be given to the stage that reads x next, through the norm norm_D."""
+    scaled: Scaled | None = _weights_stages(x_BD).add_product(h_BI, weight, scale, x_BD, norm_D)
+    return scaled
 
 
-def units(x_BD: Tensor, weights: FeedForwardWeights, eps: float, h_BN: Tensor) -> None:
+def units(x_BD: Tensor, weights: FeedForwardWeights, eps: float, h_BN: Tensor, scaled: Scaled | None = None) -> None:
     """h = silu(gate) up of RMSNorm(x)."""
-    _weights_stages(x_BD).units(x_BD, weights, eps, h_BN)
+    _weights_stages(x_BD).units(x_BD, weights, eps, h_BN, scaled)
 
 
 def spectral(
-    x_BD: Tensor, weights: SpectralWeights, eps: float, state_SKM2P: Tensor, slot_B: Tensor, z_BR: Tensor
+    x_BD: Tensor,
+    weights: SpectralWeights,
+    eps: float,
+    state_SKM2P: Tensor,
+    slot_B: Tensor,
+    z_BR: Tensor,
+    scaled: Scaled | None = None,
 ) -> None:
     """z [B, K P]: what the channels give for RMSNorm(x), their states moved on by one token."""
-    _weights_stages(x_BD).spectral(x_BD, weights, eps, state_SKM2P, slot_B, z_BR)
+    _weights_stages(x_BD).spectral(x_BD, weights, eps, state_SKM2P, slot_B, z_BR, scaled)
 
 
 def scan_step(

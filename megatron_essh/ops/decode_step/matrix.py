@@ -3,7 +3,11 @@
 Two forms of a product. Quantised weights, and 16-bit ones where it is faster, go through a kernel of our own, which
 takes a tile of weight rows, dequantises it on the way and does what comes after the product itself: SwiGLU, the
 residual stream. All other weights go through cuBLAS, with kernels around it. `product_launch` says which, and with what
-tiles. A small kernel norms the rows ahead of either.
+tiles.
+
+A norm has no kernel of its own where our kernel is on both sides of it: who adds to the residual stream leaves it times
+the norm's weights and each tile's sums of squares (`Scaled`), and the norm's scale is applied to the sums of the
+product that reads it. Elsewhere a small kernel norms the rows.
 
 Where a product has fewer tiles than a GPU has room for programs, several share the inputs of one: each leaves its sums
 in memory, and the last to be done joins them, always in the same order. Programs count themselves in on a counter that
@@ -28,6 +32,7 @@ from torch import Tensor
 
 from megatron_essh.ops import tuning
 from megatron_essh.ops.decode_step.ring_attention import attend
+from megatron_essh.ops.decode_step.state import Scaled
 from megatron_essh.ops.decode_step.vector import (
     _ELEMENTS,
     _launch,
@@ -115,13 +120,27 @@ def add_block(sum, tile_RC, x_BC, ACTIVATION: tl.constexpr, TURNED: tl.constexpr
 
 
 @triton.jit
+def norm_scale(squares, b_B, batch, eps, WIDTH: tl.constexpr, TILES: tl.constexpr):
+    """[B], what a norm scales rows by; squares [TILES, batch]."""
+    tile_T = tl.arange(0, triton.next_power_of_2(TILES))
+    inside_TB = (tile_T < TILES)[:, None] & (b_B < batch)[None, :]
+    square_TB = tl.load(squares + tile_T[:, None] * batch + b_B[None, :], mask=inside_TB, other=0.0)
+    return 1.0 / tl.sqrt(tl.sum(square_TB, axis=0) / WIDTH + eps)
+
+
+@triton.jit
 def finish(
-    y_BR, scale, y, b_B, first, batch, rows, factor, ROWS: tl.constexpr, BATCH: tl.constexpr, UNITS: tl.constexpr,
-    ADD: tl.constexpr,
+    y_BR, row_scale_B, scale, y, norm, u, squares, b_B, first, batch, rows, factor,
+    ROWS: tl.constexpr, BATCH: tl.constexpr, UNITS: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """What comes after the sums of a tile: the weights' scales; SwiGLU or the residual stream."""
+    """What comes after the sums of a tile: the scales of rows and weights; SwiGLU or the residual stream.
+
+    row_scale_B, norm: None, or what a norm scales rows by; the weights of the norm that reads the stream next.
+    """
     row_R = first + tl.arange(0, ROWS)
     inside_B = b_B < batch
+    if row_scale_B is not None:
+        y_BR = y_BR * row_scale_B[:, None]
     if scale is not None:
         y_BR = y_BR * tl.load(scale + row_R, mask=row_R < rows, other=0.0)[None, :]
     # A product's columns and rows together may be more than 32 bits count: logits of many rows.
@@ -136,19 +155,28 @@ def finish(
         mask_BR = inside_B[:, None] & (row_R < rows)[None, :]
         if ADD:
             y_BR = tl.load(y_at_BR, mask=mask_BR, other=0.0) + factor * y_BR
+            if norm is not None:
+                u_BR = y_BR * tl.load(norm + row_R, mask=row_R < rows, other=0.0)[None, :]
+                u_at_BR = u + b_B[:, None].to(tl.int64) * rows + row_R[None, :]
+                tl.store(u_at_BR, u_BR.to(u.dtype.element_ty), mask=mask_BR)
+                square_B = tl.sum(tl.where(mask_BR, y_BR * y_BR, 0.0), axis=1)
+                tl.store(squares + first // ROWS * batch + b_B, square_B, mask=inside_B)
         tl.store(y_at_BR, y_BR.to(y.dtype.element_ty), mask=mask_BR)
 
 
 @triton.jit(do_not_specialize=("batch", "rows"))
 def product_kernel(
-    x, values, scale, y, parts, counter, batch, rows, factor,
+    x, x_squares, values, scale, y, norm, u, squares, parts, counter, batch, rows, factor, eps,
     INPUTS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BATCH: tl.constexpr, SPLITS: tl.constexpr,
-    HELD: tl.constexpr, TURNED: tl.constexpr, ACTIVATION: tl.constexpr, UNITS: tl.constexpr, ADD: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    TILES: tl.constexpr, HELD: tl.constexpr, TURNED: tl.constexpr, ACTIVATION: tl.constexpr, UNITS: tl.constexpr,
+    ADD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """y [batch, rows] = x W^T; program (BATCH of its rows, ROWS of its columns, one of SPLITS shares of the inputs).
 
     UNITS: y [batch, rows / 2] = silu(gate) up of them. ADD: y += factor x W^T.
+    x_squares: [TILES, batch], or None; rows of the result are scaled as a norm would that has such squares.
+    norm: of whoever reads y next, or None; where ADD, u [batch, rows] = y times its weights, and squares [tiles, batch]
+    the sums of y's squares.
     HELD: a program has its whole share of the weights under way before it waits. TURNED: x is the product's first
     operand.
     parts: fp32 [tiles, SPLITS, BATCH, ROWS]; counter: int32 [tiles], zero before and after. The last program of a tile
@@ -177,6 +205,7 @@ def product_kernel(
         inputs = ()
         for i in tl.static_range(BLOCKS):
             inputs += (input_block(x_B, column_C + i * COLUMNS, inside_B, INPUTS, MASKED),)  # type: ignore[assignment]
+        row_scale_B = None if x_squares is None else norm_scale(x_squares, b_B, batch, eps, INPUTS, TILES)
         for i in tl.static_range(BLOCKS):
             sum = add_block(sum, tiles[i], inputs[i], ACTIVATION, TURNED, DEPENDENT)
     else:
@@ -185,6 +214,7 @@ def product_kernel(
         else:
             end = tl.maximum(0, tl.minimum(SHARE, INPUTS - begin))
         after_tiles(DEPENDENT)
+        row_scale_B = None if x_squares is None else norm_scale(x_squares, b_B, batch, eps, INPUTS, TILES)
         for start in range(0, end, COLUMNS):
             place_C = start + column_C
             tile_RC = weight_block(weight_R, place_C, INPUTS, MASKED)
@@ -193,7 +223,9 @@ def product_kernel(
 
     y_BR = sum if TURNED else tl.trans(sum)
     if SPLITS == 1:
-        finish(y_BR, scale, y, b_B, first, batch, rows, factor, ROWS, BATCH, UNITS, ADD)
+        finish(
+            y_BR, row_scale_B, scale, y, norm, u, squares, b_B, first, batch, rows, factor, ROWS, BATCH, UNITS, ADD
+        )  # fmt: skip
     else:
         tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         place_BR = tl.arange(0, BATCH)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
@@ -207,7 +239,10 @@ def product_kernel(
                 # Other programs wrote it: past the first cache, which may hold what was there before.
                 part_BR = part_at_BR + i * (BATCH * ROWS)
                 total_BR += tl.load(part_BR, mask=inside_B[:, None], other=0.0, cache_modifier=".cg")
-            finish(total_BR, scale, y, b_B, first, batch, rows, factor, ROWS, BATCH, UNITS, ADD)
+            finish(
+                total_BR, row_scale_B, scale, y, norm, u, squares, b_B, first, batch, rows, factor,
+                ROWS, BATCH, UNITS, ADD,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -296,17 +331,18 @@ def product_launch(
     return Launch(_TILE_ROWS, taken, columns, splits, 4, 3 if splits == 1 else 4)
 
 
-def normed_product(x_BD: Tensor, norm_D: Tensor, eps: float, weight: PackedWeight, y_BR: Tensor) -> None:
+def normed_product(
+    x_BD: Tensor, norm_D: Tensor, eps: float, weight: PackedWeight, y_BR: Tensor, scaled: Scaled | None = None
+) -> None:
     """y = RMSNorm(x) W^T: the queries, keys and values of an attention layer, and the head's logits (fp32)."""
-    _normed_product(x_BD, norm_D, eps, weight, y_BR, _activation(weight, y_BR))
+    _normed_product(x_BD, norm_D, eps, weight, y_BR, _activation(weight, y_BR), scaled)
 
 
-def units(x_BD: Tensor, weights: FeedForwardWeights, eps: float, h_BN: Tensor) -> None:
+def units(x_BD: Tensor, weights: FeedForwardWeights, eps: float, h_BN: Tensor, scaled: Scaled | None = None) -> None:
     """h = silu(gate) up of RMSNorm(x); between cuBLAS and SwiGLU gates and ups are rounded to h's dtype."""
     launch = _chosen(weights.gate_up, x_BD.shape[0], h_BN.dtype, units=True)
     if launch is not None:
-        u_BD = _normed(x_BD, weights.norm_D, eps, h_BN.dtype)
-        _launch_product(u_BD, weights.gate_up, h_BN, launch, x_BD, units=True)
+        _launch_normed(x_BD, weights.norm_D, eps, weights.gate_up, h_BN, h_BN.dtype, scaled, launch, units=True)
         return
     batch, count = h_BN.shape
     gate_up_BR = torch.empty(batch, 2 * count, dtype=h_BN.dtype, device=h_BN.device)
@@ -317,23 +353,37 @@ def units(x_BD: Tensor, weights: FeedForwardWeights, eps: float, h_BN: Tensor) -
     swiglu_forward_kernel[(blocks,)](gate_up_BR, h_BN, None, batch, count // align, ALIGN=align, **options)
 
 
-def add_product(h_BI: Tensor, weight: PackedWeight, scale: float, x_BD: Tensor) -> None:
-    """x += scale h W^T."""
+def add_product(
+    h_BI: Tensor, weight: PackedWeight, scale: float, x_BD: Tensor, norm_D: Tensor | None = None
+) -> Scaled | None:
+    """x += scale h W^T; returned: the new x times norm_D, where it was our kernel that added."""
     launch = _chosen(weight, h_BI.shape[0], h_BI.dtype)
     if launch is not None:
-        _launch_product(h_BI, weight, x_BD, launch, x_BD, add=scale)
-    elif h_BI.dtype == x_BD.dtype:
+        leaves = None
+        if norm_D is not None:
+            squares_TB = x_BD.new_empty(triton.cdiv(weight.rows, launch.rows), len(x_BD))
+            leaves = Scaled(torch.empty_like(x_BD, dtype=h_BI.dtype), squares_TB)
+        _launch_product(h_BI, weight, x_BD, launch, x_BD, add=scale, norm_D=norm_D, leaves=leaves)
+        return leaves
+    if h_BI.dtype == x_BD.dtype:
         x_BD.addmm_(h_BI, weight.values_RI.T, alpha=scale)
     else:
         torch.addmm(x_BD, h_BI, weight.values_RI.T, out_dtype=x_BD.dtype, alpha=scale, out=x_BD)
+    return None
 
 
 def spectral(
-    x_BD: Tensor, weights: SpectralWeights, eps: float, state_SKM2P: Tensor, slot_B: Tensor, z_BR: Tensor
+    x_BD: Tensor,
+    weights: SpectralWeights,
+    eps: float,
+    state_SKM2P: Tensor,
+    slot_B: Tensor,
+    z_BR: Tensor,
+    scaled: Scaled | None = None,
 ) -> None:
     """z [B, K P]: what the channels give for RMSNorm(x), their states moved on by one token."""
     raw_BR = torch.empty(x_BD.shape[0], weights.in_proj.rows, dtype=torch.float32, device=x_BD.device)
-    _normed_product(x_BD, weights.norm_D, eps, weights.in_proj, raw_BR, z_BR.dtype)
+    _normed_product(x_BD, weights.norm_D, eps, weights.in_proj, raw_BR, z_BR.dtype, scaled)
     scan_step(raw_BR, weights, eps, state_SKM2P, slot_B, z_BR)
 
 
@@ -378,14 +428,21 @@ def _chosen(weight: PackedWeight, batch: int, dtype: torch.dtype, units: bool = 
 
 
 def _normed_product(
-    x_BD: Tensor, norm_D: Tensor, eps: float, weight: PackedWeight, y_BR: Tensor, dtype: torch.dtype
+    x_BD: Tensor,
+    norm_D: Tensor,
+    eps: float,
+    weight: PackedWeight,
+    y_BR: Tensor,
+    dtype: torch.dtype,
+    scaled: Scaled | None,
 ) -> None:
     """y = RMSNorm(x) W^T; the product takes its inputs in `dtype`."""
     launch = _chosen(weight, x_BD.shape[0], dtype)
-    u_BD = _normed(x_BD, norm_D, eps, dtype)
     if launch is not None:
-        _launch_product(u_BD, weight, y_BR, launch, x_BD)
-    elif dtype == y_BR.dtype:
+        _launch_normed(x_BD, norm_D, eps, weight, y_BR, dtype, scaled, launch)
+        return
+    u_BD = _normed(x_BD, norm_D, eps, dtype)
+    if dtype == y_BR.dtype:
         torch.mm(u_BD, weight.values_RI.T, out=y_BR)
     else:
         torch.mm(u_BD, weight.values_RI.T, out_dtype=y_BR.dtype, out=y_BR)
@@ -399,6 +456,24 @@ def _normed(x_BD: Tensor, norm_D: Tensor, eps: float, dtype: torch.dtype) -> Ten
     launch = _launch(x_BD.device, 8 if width >= 2048 else 4)
     norm_kernel[(batch,)](x_BD, norm_D, u_BD, eps, D=columns, WIDTH=width, **launch)
     return u_BD
+
+
+def _launch_normed(
+    x_BD: Tensor,
+    norm_D: Tensor,
+    eps: float,
+    weight: PackedWeight,
+    y_BR: Tensor,
+    dtype: torch.dtype,
+    scaled: Scaled | None,
+    launch: Launch,
+    units: bool = False,
+) -> None:
+    """Our kernel's product of the normed stream: of what is left of it, or else normed now."""
+    if scaled is not None and scaled.u_BD.dtype == dtype:
+        _launch_product(scaled.u_BD, weight, y_BR, launch, x_BD, units, squares_TB=scaled.squares_TB, eps=eps)
+    else:
+        _launch_product(_normed(x_BD, norm_D, eps, dtype), weight, y_BR, launch, x_BD, units)
 
 
 _counters: dict[tuple[torch.device, int], Tensor] = {}
@@ -425,9 +500,14 @@ def _launch_product(
     launch: Launch,
     stream: Tensor,
     units: bool = False,
+    *,
+    squares_TB: Tensor | None = None,
+    eps: float = 0.0,
     add: float | None = None,
+    norm_D: Tensor | None = None,
+    leaves: Scaled | None = None,
 ) -> None:
-    """stream: the residual stream that is read or written, whose counters the launch takes."""
+    """See `product_kernel`. stream: the residual stream that is read or written, whose counters the launch takes."""
     assert all(tensor.is_contiguous() for tensor in (x_BI, weight.values_RI, y_BR))
     batch = x_BI.shape[0]
     share = triton.cdiv(weight.inputs, launch.columns * launch.splits) * launch.columns
@@ -443,8 +523,10 @@ def _launch_product(
     if x_BI.is_cuda and tuning.pipelined(torch.cuda.get_device_capability(x_BI.device)):
         options["num_stages"] = launch.stages
     product_kernel[grid](
-        x_BI, _stored(weight), weight.scale_R, y_BR, parts, counter, batch, weight.rows, 1.0 if add is None else add,
+        x_BI, squares_TB, _stored(weight), weight.scale_R, y_BR, norm_D, *(leaves or (None, None)), parts, counter,
+        batch, weight.rows, 1.0 if add is None else add, eps,
         INPUTS=weight.inputs, COLUMNS=launch.columns, ROWS=launch.rows, BATCH=launch.batch, SPLITS=launch.splits,
-        HELD=launch.held, TURNED=launch.turned, ACTIVATION=_ELEMENTS[x_BI.dtype], UNITS=units, ADD=add is not None,
+        TILES=0 if squares_TB is None else len(squares_TB), HELD=launch.held, TURNED=launch.turned,
+        ACTIVATION=_ELEMENTS[x_BI.dtype], UNITS=units, ADD=add is not None,
         **options,
     )  # fmt: skip

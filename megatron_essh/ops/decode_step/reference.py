@@ -4,6 +4,9 @@ A step takes in one token of each of B sequences. The residual stream x_BD is fp
 activations' dtype (that of the tensors given for results) and sum in fp32. `slot_B` says where a row's sequence is; a
 row of slot -1 is idle: it changes no state, and what is computed for it means nothing.
 
+Where a stage takes what the one before it returned (`Scaled`), it is so that a fast version need not norm anew; the
+reference needs none and returns none.
+
 Every stage writes where it is told to, reads nothing on the host, and so can be recorded as a CUDA graph in its fast
 versions. Shape suffixes: as in weights.py; B rows, S slots, W window, E head_dim.
 """
@@ -14,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatron_essh.ops.decode_step.state import Scaled
 from megatron_essh.ops.decode_step.weights import AttentionWeights, FeedForwardWeights, PackedWeight, SpectralWeights
 
 
@@ -22,17 +26,22 @@ def embed(embedding_VD: Tensor, token_B: Tensor, x_BD: Tensor) -> None:
     x_BD.copy_(embedding_VD[token_B])
 
 
-def normed_product(x_BD: Tensor, norm_D: Tensor, eps: float, weight: PackedWeight, y_BR: Tensor) -> None:
+def normed_product(
+    x_BD: Tensor, norm_D: Tensor, eps: float, weight: PackedWeight, y_BR: Tensor, scaled: Scaled | None = None
+) -> None:
     """y = RMSNorm(x) W^T: the queries, keys and values of an attention layer, and the head's logits (fp32)."""
     y_BR.copy_(_product(_normed(x_BD, norm_D, eps, _activations(weight, y_BR)), weight))
 
 
-def add_product(h_BI: Tensor, weight: PackedWeight, scale: float, x_BD: Tensor) -> None:
+def add_product(
+    h_BI: Tensor, weight: PackedWeight, scale: float, x_BD: Tensor, norm_D: Tensor | None = None
+) -> Scaled | None:
     """x += scale h W^T."""
     x_BD.add_(_product(h_BI, weight), alpha=scale)
+    return None
 
 
-def units(x_BD: Tensor, weights: FeedForwardWeights, eps: float, h_BN: Tensor) -> None:
+def units(x_BD: Tensor, weights: FeedForwardWeights, eps: float, h_BN: Tensor, scaled: Scaled | None = None) -> None:
     """h = silu(gate) up of RMSNorm(x)."""
     gate_up_BR = _product(_normed(x_BD, weights.norm_D, eps, h_BN.dtype), weights.gate_up)
     gate_BN, up_BN = gate_up_BR.unflatten(-1, (-1, 2)).unbind(-1)
@@ -40,7 +49,13 @@ def units(x_BD: Tensor, weights: FeedForwardWeights, eps: float, h_BN: Tensor) -
 
 
 def spectral(
-    x_BD: Tensor, weights: SpectralWeights, eps: float, state_SKM2P: Tensor, slot_B: Tensor, z_BR: Tensor
+    x_BD: Tensor,
+    weights: SpectralWeights,
+    eps: float,
+    state_SKM2P: Tensor,
+    slot_B: Tensor,
+    z_BR: Tensor,
+    scaled: Scaled | None = None,
 ) -> None:
     """z [B, K P]: what the channels give for RMSNorm(x), their states moved on by one token."""
     raw_BR = _product(_normed(x_BD, weights.norm_D, eps, z_BR.dtype), weights.in_proj)

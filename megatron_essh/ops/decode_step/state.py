@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
+
+
+class Scaled(NamedTuple):
+    """A residual stream times the weights of the norm that reads it next, as whoever wrote the stream left it."""
+
+    u_BD: Tensor
+    """x times the norm's weights, in the activations' dtype; what it lacks is the norm's scale of each row."""
+    squares_TB: Tensor
+    """fp32, whose sum over T is the sum of x's squares."""
 
 
 @dataclass(frozen=True)

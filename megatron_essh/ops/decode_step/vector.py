@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_essh.ops.decode_step.state import Scaled
 from megatron_essh.ops.decode_step.weights import TABLES, FeedForwardWeights, PackedWeight, SpectralWeights
 from megatron_essh.ops.selective_scan.triton_forward import sigmoid, softplus
 
@@ -357,12 +358,14 @@ def embed(embedding_VD: Tensor, token_B: Tensor, x_BD: Tensor) -> None:
     embed_kernel[grid](embedding_VD, token_B, x_BD, D=columns, WIDTH=width, **_launch(x_BD.device, 4))
 
 
-def normed_product(x_BD: Tensor, norm_D: Tensor, eps: float, weight: PackedWeight, y_BR: Tensor) -> None:
+def normed_product(
+    x_BD: Tensor, norm_D: Tensor, eps: float, weight: PackedWeight, y_BR: Tensor, scaled: Scaled | None = None
+) -> None:
     """y = RMSNorm(x) W^T: the queries, keys and values of an attention layer, and the head's logits (fp32)."""
     _normed_product(x_BD, norm_D, eps, weight, y_BR, _activation(weight, y_BR), units=False)
 
 
-def units(x_BD: Tensor, weights: FeedForwardWeights, eps: float, h_BN: Tensor) -> None:
+def units(x_BD: Tensor, weights: FeedForwardWeights, eps: float, h_BN: Tensor, scaled: Scaled | None = None) -> None:
     """h = silu(gate) up of RMSNorm(x)."""
     _normed_product(x_BD, weights.norm_D, eps, weights.gate_up, h_BN, _ELEMENTS[h_BN.dtype], units=True)
 
@@ -379,7 +382,9 @@ def _normed_product(
     )  # fmt: skip
 
 
-def add_product(h_BI: Tensor, weight: PackedWeight, scale: float, x_BD: Tensor) -> None:
+def add_product(
+    h_BI: Tensor, weight: PackedWeight, scale: float, x_BD: Tensor, norm_D: Tensor | None = None
+) -> Scaled | None:
     """x += scale h W^T."""
     _check(weight, h_BI, x_BD)
     tile = blocks_of_rows(weight.rows, weight.inputs, weight.values_RI.element_size())
@@ -387,6 +392,7 @@ def add_product(h_BI: Tensor, weight: PackedWeight, scale: float, x_BD: Tensor) 
         h_BI, _stored(weight), weight.scale_R, x_BD, weight.rows, scale,
         B=x_BD.shape[0], INPUTS=weight.inputs, WIDTH=tile.width, ROWS=tile.rows, **_launch(x_BD.device, tile.warps),
     )  # fmt: skip
+    return None
 
 
 _workspaces: dict[tuple[torch.device, int, int, int], tuple[Tensor, Tensor]] = {}
@@ -410,7 +416,13 @@ def _workspace(state_SKM2P: Tensor, channels: int, columns: int) -> tuple[Tensor
 
 
 def spectral(
-    x_BD: Tensor, weights: SpectralWeights, eps: float, state_SKM2P: Tensor, slot_B: Tensor, z_BR: Tensor
+    x_BD: Tensor,
+    weights: SpectralWeights,
+    eps: float,
+    state_SKM2P: Tensor,
+    slot_B: Tensor,
+    z_BR: Tensor,
+    scaled: Scaled | None = None,
 ) -> None:
     """z [B, K P]: what the channels give for RMSNorm(x), their states moved on by one token."""
     weight = weights.in_proj
