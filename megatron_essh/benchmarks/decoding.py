@@ -206,7 +206,7 @@ def _fused(
 
     step()
     logits_BV = buffers.logits_BV.clone()
-    replay = recorded(step, device) if device.type == "cuda" else None
+    replay = Recorded(step, device) if device.type == "cuda" else None
     graph = None if replay is None else _timed(replay, restart, timing, device)
     eager = _timed(step, restart, timing if replay is None else timing.fewer(), device)
     if not bool(logits_BV.isfinite().all() & buffers.logits_BV.isfinite().all()):
@@ -276,7 +276,7 @@ def _control(
     graph, failed = None, None
     if device.type == "cuda":
         try:
-            graph = _timed(recorded(at_one_position, device), _nothing, timing.fewer(), device)
+            graph = _timed(Recorded(at_one_position, device), _nothing, timing.fewer(), device)
         except RuntimeError as error:
             failed = str(error).partition("\n")[0]
     return {
@@ -341,18 +341,23 @@ def _as_model_state(state: DecodeState, context: int) -> ModelState:
     )
 
 
-def recorded(step: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """The step as a CUDA graph, after some untimed calls in which its kernels are compiled and loaded."""
-    stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
-    stream.wait_stream(current)
-    with torch.cuda.stream(stream):
-        for _ in range(BEFORE_RECORDING):
+class Recorded:
+    """A step as a CUDA graph, recorded after some untimed calls in which its kernels are compiled and loaded."""
+
+    def __init__(self, step: Callable[[], object], device: torch.device) -> None:
+        self._step = step  # a recording holds addresses: what it reads and writes may be kept by the step alone
+        stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            for _ in range(BEFORE_RECORDING):
+                step()
+        current.wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, stream=stream):
             step()
-    current.wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        step()
-    return graph.replay
+
+    def __call__(self) -> None:
+        self._graph.replay()
 
 
 def _timed(

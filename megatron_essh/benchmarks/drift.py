@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron_essh.benchmarks.decoding import QUANTIZED, Weights, activation_dtype, recorded
+from megatron_essh.benchmarks.decoding import QUANTIZED, Recorded, Weights, activation_dtype
 from megatron_essh.config import RunConfig
 from megatron_essh.elastic.capacity import Capacity, parse_capacity
 from megatron_essh.errors import UserError
@@ -257,7 +257,7 @@ class _Steps:
             run(weights, state, self._token_B, slot_B, self._buffers)
 
         # Recorded on idle rows, which leave the states as they are.
-        self._step = recorded(step, device) if device.type == "cuda" else step
+        self._step = Recorded(step, device) if device.type == "cuda" else step
         own = model.init_state(case.batch, capacity, max_length=case.length, dtype=dtype)
         with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
             model.prefill(tokens_BT[:, : case.prompt], own, capacity)

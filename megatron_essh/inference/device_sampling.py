@@ -172,7 +172,7 @@ class SlotSampling:
         self._min_p_S = table(0.0, torch.float64)
         self._penalty_S = table(1.0, torch.float32)
         self._seed_S = table(0, torch.int64)
-        self._true = torch.ones((), dtype=torch.bool, device=device)  # a number of the host's cannot be recorded
+        self._true = torch.ones((), dtype=torch.bool, device=device)  # a number of the host's is waited for
         self.token_S = table(0, torch.int64)
         """The last token of each slot's sequence, which the next step takes in."""
         self.seen_SV = torch.zeros(slots + 1, entries, dtype=torch.bool, device=device)
@@ -202,7 +202,7 @@ class SlotSampling:
         """The tokens of the slot's sequence; the last one is yet to be taken in."""
         self.token_S[slot] = tokens_T[-1]
         self.seen_SV[slot] = False
-        self.seen_SV[slot, tokens_T] = True
+        self.seen_SV[slot, tokens_T] = self._true
 
     def copy(self, source: int, target: int) -> None:
         """Make `target`'s sequence, settings and seed those of `source`."""

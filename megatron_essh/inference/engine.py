@@ -162,11 +162,11 @@ class Engine:
         check_seed(seed)
         self._check_room(len(prompt))
         slot = self._free_slot()
-        state = self.model.init_state(1, self.capacity, max_length=self._max_length, dtype=self.dtype)
-        tokens_T = torch.tensor(prompt, device=self.model.device)
-        if len(prompt) > 1:
-            with torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-                self.model.prefill(tokens_T[None, :-1], state, self.capacity)
+        tokens_T = self._sent(prompt, torch.int64)
+        with torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+            state = self.model.take_in(
+                tokens_T[None, :-1], self.capacity, max_length=self._max_length, dtype=self.dtype
+            )
         put(self.state, slot, state)
         self._sampling.begin(slot, tokens_T)
         self._settle(slot, _Live(sampling, seed, len(prompt) - 1))
@@ -277,8 +277,13 @@ class Engine:
     def _name(self, slots: Sequence[int], batch: int) -> None:
         rows = (*slots, *[-1] * (batch - len(slots)))
         if rows != self._rows:
-            self._slot_B[:batch] = torch.tensor(rows, dtype=torch.int32)
+            self._slot_B[:batch] = self._sent(rows, torch.int32)
             self._rows = rows
+
+    def _sent(self, numbers: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The numbers on their way to the device, which is not waited for."""
+        device = self.model.device
+        return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
     def _step(self, batch: int) -> None:
         slot_B, token_B = self._slot_B[:batch], self._token_B[:batch]

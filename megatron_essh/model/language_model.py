@@ -220,6 +220,24 @@ class LanguageModel(nn.Module):
             start = end
         return F.linear(last_BD, self.head_weight), state
 
+    def take_in(
+        self,
+        tokens_BT: Tensor,
+        capacity: Capacity | None = None,
+        *,
+        max_length: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> ModelState:
+        """The state after prompts without pads that begin their sequences: `init_state` and `prefill` without logits.
+
+        On a GPU nothing waits for the device. The arguments are `init_state`'s.
+        """
+        state = self.init_state(len(tokens_BT), capacity, max_length=max_length, dtype=dtype)
+        position = 0 if tokens_BT.is_cuda else None
+        for _ in self._segments(tokens_BT, state, self._continuing(state, capacity), None, None, position):
+            pass
+        return state
+
     def step(self, tokens_B: Tensor, state: ModelState, capacity: Capacity | None = None) -> tuple[Tensor, ModelState]:
         """Take in one token a sequence: logits [B, V] for the next, and the state, updated in place."""
         hidden_BTD, state = self.prefill_hidden(tokens_B[:, None], state, capacity)
@@ -238,19 +256,27 @@ class LanguageModel(nn.Module):
         return capacity
 
     def _segments(
-        self, tokens_BT: Tensor, state: ModelState, capacity: Capacity, valid_BT: Tensor | None, segment: int | None
+        self,
+        tokens_BT: Tensor,
+        state: ModelState,
+        capacity: Capacity,
+        valid_BT: Tensor | None,
+        segment: int | None,
+        position: int | None = None,
     ) -> Iterator[Tensor]:
-        """The hidden states of one segment of the tokens after another; `state` moves on with them."""
+        """The hidden states of one segment of the tokens after another; `state` moves on with them.
+
+        `position` is where all sequences stand, if the caller knows and there are no pads.
+        """
         if segment is not None and segment < 1:
             raise UserError(f"segment {segment}: at least 1 token")
         batch, length = tokens_BT.shape
         ring = state.key_position_BW.shape[1]
         if self.config.window is None and ring:
             taken = length if valid_BT is None else int(valid_BT.sum(1).max())
-            if int(state.position_B.max()) + taken > ring:
+            if (int(state.position_B.max()) if position is None else position) + taken > ring:
                 raise UserError(f"the sequence outgrows the state's max_length of {ring} tokens")
-        position = None
-        if length > 1 and (segment is not None or tokens_BT.is_cuda):
+        if position is None and length > 1 and (segment is not None or tokens_BT.is_cuda):
             position = common_start(state, valid_BT)
         if position is not None:
             valid_BT = None

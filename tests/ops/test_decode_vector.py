@@ -83,7 +83,7 @@ def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 
 KINDS = [torch.float32, torch.bfloat16, "int8", "fp8"]
-BATCHES = [1, 2, 3, 8]
+BATCHES = [1, 2]
 
 
 def assert_normed_product(vector, batch: int, d: int, rows: int, kind: str | torch.dtype, out: torch.dtype) -> None:
@@ -125,7 +125,7 @@ def assert_spectral(
     states.append(states[0].clone())
     before = states[0].clone()
     slot = torch.randperm(batch + 2, generator=draw.generator)[:batch].to(DEVICE, torch.int32)
-    slot[2::3] = -1
+    slot[1::3] = -1
     for _ in range(steps):
         x = draw.normal(batch, d)
         expected, actual = (torch.full((batch, k * p), torch.nan, dtype=dtype, device=DEVICE) for _ in range(2))
@@ -202,7 +202,7 @@ def test_spectral(vector, batch, kind):
 @pytest.mark.parametrize("sizes", [(32, 6, 5, 3), (8, 1, 1, 1), (40, 3, 64, 16), (16, 8, 24, 8)])
 @pytest.mark.parametrize("neutral", [False, True])
 def test_spectral_at_odd_sizes(vector, sizes, neutral):
-    assert_spectral(vector, 3, sizes, torch.float32, neutral)
+    assert_spectral(vector, 2, sizes, torch.float32, neutral)
 
 
 def test_clocks_and_gates_of_any_size_stay_finite(vector):
@@ -263,7 +263,7 @@ REAL = {"1.53B": (2048, 32, 64, 8, 5632), "370M": (896, 32, 28, 8, 4608), "370M 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("batch", [1, 2, 4, 8])
+@pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("model", REAL)
 def test_stages_at_the_sizes_of_models(vector, model, batch, kind):
     d, k, p, m, n = REAL[model]
@@ -306,7 +306,7 @@ def chain(vector, draw: Draw, batch: int, layers: int) -> tuple[Callable[[], Non
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("batch", BATCHES)
 def test_a_recorded_chain_gives_the_bits_of_a_patient_one(vector, batch):
     """Kernels that start early must not read early: a step that waits after every kernel is the judge."""
     step, results = chain(vector, Draw(), batch, layers=6)
@@ -393,7 +393,7 @@ def compile_one(kernel, warps, constants, types):
 compile_one(vector.embed_kernel, 4, {"D": 896, "WIDTH": 1024}, {"values": "*bf16"})
 for stored, size in (("*bf16", 2), ("*fp32", 4), ("*i8", 1), ("*u8", 1)):
     types = {"values": stored}
-    for b in (1, 8) if stored == "*bf16" else (2,):
+    for b in (1, 2) if stored == "*bf16" else (2,):
         sizes = {"B": b, "D": 2048, "INPUTS": 5632, "ACTIVATION": tl.bfloat16}
         for units in (False, True):
             tile = vector.whole_rows(11264, 2048, size, 2)

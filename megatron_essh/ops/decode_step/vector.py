@@ -29,8 +29,8 @@ from megatron_essh.ops.decode_step.state import Scaled
 from megatron_essh.ops.decode_step.weights import TABLES, FeedForwardWeights, PackedWeight, SpectralWeights
 from megatron_essh.ops.selective_scan.triton_forward import sigmoid, softplus
 
-MOST_ROWS = 8
-"""The largest batch that the kernels take. They are made for one row: each further row costs its sums again."""
+MOST_ROWS = 2
+"""The largest batch that the kernels take. They are made for one row; each further row costs its sums again."""
 
 _ELEMENTS = {
     torch.float32: tl.float32,
