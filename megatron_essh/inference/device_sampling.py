@@ -172,7 +172,8 @@ class SlotSampling:
         self._min_p_S = table(0.0, torch.float64)
         self._penalty_S = table(1.0, torch.float32)
         self._seed_S = table(0, torch.int64)
-        self._true = torch.ones((), dtype=torch.bool, device=device)  # a number of the host's is waited for
+        # One of the host's would be waited for, and cannot be recorded.
+        self._true = torch.ones((), dtype=torch.bool, device=device)
         self.token_S = table(0, torch.int64)
         """The last token of each slot's sequence, which the next step takes in."""
         self.seen_SV = torch.zeros(slots + 1, entries, dtype=torch.bool, device=device)

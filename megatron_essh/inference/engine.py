@@ -10,6 +10,7 @@ each class and kind of draw; sequences come and go in the tensors that the recor
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from megatron_essh.elastic.capacity import Capacity, full_capacity
 from megatron_essh.errors import UserError
 from megatron_essh.inference.device_sampling import NOT_FINITE, Needs, SlotSampling
-from megatron_essh.inference.packing import copy_slot, new_decode_state, pack_model, put, take
+from megatron_essh.inference.packing import copy_slot, new_decode_state, pack_model, put, reading, take
 from megatron_essh.inference.quantization import Quantization
 from megatron_essh.inference.sampling import SamplingConfig
 from megatron_essh.inference.step import StepBuffers, run
@@ -90,13 +91,14 @@ class Engine:
         real_V: Tensor | None = None,
         graphs: bool = True,
     ) -> None:
-        """Prompts run through `model` itself, in autocast where `dtype` is bf16; its weights are packed for steps.
+        """Weights are packed for steps. Prompts run through `model` itself, in autocast where `dtype` is bf16; on a GPU
+        its products then read what is packed. An engine is of the model as it is now: who changes it makes a new one.
 
         Args:
             capacity: the prefix to run; None runs all.
             slots: sequences at a time.
             dtype: bf16 or fp32, of weights, activations, keys and values.
-            quantization: of the packed weights; prompts run through the model's own.
+            quantization: of the packed weights; prompts read the model's own.
             max_length: tokens a sequence may reach; needed where the window is the whole input, else ignored.
             real_V: bool [V], False for entries that are never drawn. None: all may be.
             graphs: record steps on a GPU; False launches every kernel by itself.
@@ -162,8 +164,11 @@ class Engine:
         check_seed(seed)
         self._check_room(len(prompt))
         slot = self._free_slot()
-        tokens_T = self._sent(prompt, torch.int64)
-        with torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+        tokens_T, device = self._sent(prompt, torch.int64), self.model.device
+        with (
+            reading(self.model, self.weights) if device.type == "cuda" else nullcontext(),
+            torch.autocast(device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16),
+        ):
             state = self.model.take_in(
                 tokens_T[None, :-1], self.capacity, max_length=self._max_length, dtype=self.dtype
             )

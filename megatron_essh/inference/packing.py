@@ -5,6 +5,9 @@ A weight that is stored as a step reads it, in the dtype asked for, is shared wi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -108,6 +111,49 @@ def pack_model(
         value_width=config.value_width,
         head_dim=config.head_dim,
     )
+
+
+@contextmanager
+def reading(model: LanguageModel, weights: DecodeWeights) -> Iterator[None]:
+    """While this lasts, products of the model in the weights' dtype read what is packed, and cast nothing.
+
+    At the packed capacity or below. Nothing is copied, and nothing is left with the model, whose weights may change
+    afterwards. The embedding is read as it is, and so is everything where what is packed is quantised.
+    """
+    lent = [
+        (parameter, getattr(parameter, "compute_copy", None), view) for parameter, view in _as_stored(model, weights)
+    ]
+    try:
+        for parameter, _, view in lent:
+            parameter.compute_copy = view  # type: ignore[attr-defined]
+        yield
+    finally:
+        for parameter, own, _ in lent:
+            if own is None:
+                del parameter.compute_copy  # type: ignore[attr-defined]
+            else:
+                parameter.compute_copy = own  # type: ignore[attr-defined]
+
+
+def _as_stored(model: LanguageModel, weights: DecodeWeights) -> list[tuple[Tensor, Tensor]]:
+    """Each product's parameter, and its packed weight of the parameter's layout: a view of fewer rows."""
+    found: list[tuple[Tensor, PackedWeight, bool]] = []
+    blocks = [block for block in model.blocks if isinstance(block, Block)]
+    for block, mixer, feed_forward in zip(blocks, weights.mixers, weights.feed_forwards, strict=True):
+        if block.mixer is not None:
+            assert isinstance(mixer, SpectralWeights)
+            found += [(block.mixer.in_proj, mixer.in_proj, False), (block.mixer.out_proj, mixer.out_proj, True)]
+        else:
+            assert isinstance(block.attention, WindowAttention)
+            assert isinstance(mixer, AttentionWeights)
+            found += [(block.attention.qkv, mixer.qkv, False), (block.attention.out_proj, mixer.out_proj, True)]
+        own = block.feed_forward
+        found += [(own.gate_up, feed_forward.gate_up, False), (own.down, feed_forward.down, True)]
+    return [
+        (parameter, packed.values_RI.T if input_major else packed.values_RI.unflatten(0, (-1, *parameter.shape[1:-1])))
+        for parameter, packed, input_major in found
+        if packed.scale_R is None
+    ]
 
 
 def _fp32(parameter: Tensor) -> Tensor:

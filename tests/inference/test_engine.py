@@ -7,9 +7,11 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_essh.elastic.capacity import Capacity
+from megatron_essh.elastic.capacity import Capacity, full_capacity
 from megatron_essh.errors import UserError
 from megatron_essh.inference import Engine, SamplingConfig
+from megatron_essh.inference.packing import pack_model, reading
+from megatron_essh.ops.decode_step.weights import SpectralWeights
 
 WINDOW = 8
 LENGTH = 2 * WINDOW + 7
@@ -315,3 +317,83 @@ def test_logits_that_are_not_finite_are_an_error(tiny_config, random_model):
     drawn = engine.step([engine.add([1, 2])])
     with pytest.raises(UserError, match="logits: not finite"):
         drawn.tokens()
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products_read_what_is_packed_and_only_while_they_are_told_to(model, capacity, dtype):
+    weights = pack_model(model, capacity, dtype)
+    products = [weight for weight in model.product_weights() if weight is not model.head_weight]
+    products[0].compute_copy = own = torch.empty(0)
+    mixers = [
+        weight
+        for mixer in weights.mixers
+        for weight in (mixer.in_proj if isinstance(mixer, SpectralWeights) else mixer.qkv, mixer.out_proj)
+    ]
+    units = [weight for part in weights.feed_forwards for weight in (part.gate_up, part.down)]
+    packed = {weight.values_RI.untyped_storage().data_ptr() for weight in mixers + units}
+    with reading(model, weights):
+        for weight in products:
+            copy = weight.compute_copy
+            assert copy.dtype == dtype
+            assert torch.equal(copy, weight[: len(copy)].to(dtype))
+            assert copy.untyped_storage().data_ptr() in packed  # no memory of its own
+        lengths = {len(weight.compute_copy) for weight in products if weight.dim() == 3 and weight.shape[1] == 2}
+        assert lengths == {(capacity or full_capacity(model.config)).ff_width}
+        assert not hasattr(model.head_weight, "compute_copy")
+    assert products[0].compute_copy is own
+    assert not any(hasattr(weight, "compute_copy") for weight in products[1:])
+    with reading(model, pack_model(model, capacity, torch.bfloat16, "int8")):
+        assert products[0].compute_copy is own
+        assert not hasattr(products[1], "compute_copy")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capacity", CAPACITIES, ids=str)
+@pytest.mark.parametrize("settings", [{}, {"clock": "constant"}], ids=str)
+def test_prompts_leave_the_state_of_autocast_whatever_has_become_of_the_model(
+    tiny_config, random_model, capacity, settings
+):
+    model = random_model(dataclasses.replace(tiny_config.model, **settings)).cuda()
+    tokens = random_tokens(1, 3 * WINDOW)
+    expected = model.init_state(1, capacity, dtype=torch.bfloat16)
+    exact = model.init_state(1, capacity)
+    with torch.autocast("cuda", torch.bfloat16):
+        model.prefill(tokens[:, :-1].cuda(), expected, capacity)
+    model.prefill(tokens[:, :-1].cuda(), exact, capacity)
+    engine = engine_of(model, capacity=capacity, dtype=torch.bfloat16)
+    for weight in model.product_weights():
+        if weight is not model.head_weight:
+            weight.mul_(-1.3)
+    slot = engine.add(tokens[0].tolist())
+    given = engine.save(slot).state
+    for name in ("spectral", "keys", "values"):
+        for actual, bf16, fp32 in zip(getattr(given, name), getattr(expected, name), getattr(exact, name), strict=True):
+            noise = (bf16.float() - fp32).norm()
+            assert (actual.cuda().float() - fp32).norm() < 1.2 * noise + 1e-6
+    changed = model(tokens.cuda())
+    assert torch.equal(model(tokens.cuda()), changed)
+    assert not any(hasattr(weight, "compute_copy") for weight in model.product_weights())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("settings", [{}, {"window": None}, {"attention_layers": ()}], ids=str)
+def test_the_device_is_waited_for_only_where_tokens_are_read(tiny_config, random_model, settings):
+    model = random_model(dataclasses.replace(tiny_config.model, **settings)).cuda()
+    engine = engine_of(model, dtype=torch.bfloat16, max_length=200)
+    lengths = (1, 2, 3, WINDOW, 5 * WINDOW + 1)
+
+    def pass_through():
+        for length in lengths:
+            slot = engine.add(list(range(length)), SAMPLED, length)
+            drawn = engine.step([slot])
+            engine.remove(slot)
+        return drawn
+
+    pass_through().tokens()  # compiles and records
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        drawn = pass_through()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(drawn.tokens()) == 1
