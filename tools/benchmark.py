@@ -7,6 +7,7 @@
     python tools/benchmark.py decode CONFIG        one token more of many sequences, fused and through PyTorch
     python tools/benchmark.py drift CONFIG         the steps' logits beside the training forward's, by position
     python tools/benchmark.py data CONFIG          drawing the order of samples, and serving batches
+    python tools/benchmark.py scaling CONFIG ...   training on every layout of this machine's GPUs; --help of its own
 
     python tools/benchmark.py train CONFIG --model both --capacity full --micro-batch 8 --accumulation 16
                                                    our full model and a compiled Transformer++ of its size
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -48,6 +50,7 @@ from megatron_essh.benchmarks.decoding import (
 from megatron_essh.benchmarks.decoding_plot import draw, draw_drift
 from megatron_essh.benchmarks.drift import FORWARD, MOST_GROWTH, drift_cases, measure_drift, strengthen
 from megatron_essh.benchmarks.prefill import Prompt, measure_prefill
+from megatron_essh.benchmarks.scaling_command import main as scaling
 from megatron_essh.benchmarks.scan import measure_scan
 from megatron_essh.benchmarks.training import Case, Schedule, make_case, measure_training, ratios, with_batches
 from megatron_essh.config import ParallelConfig, RunConfig, load_config
@@ -73,7 +76,9 @@ BANDWIDTH = 4.3
 """TB/s that an H200 was measured to move."""
 
 
-def main() -> None:
+def main() -> int | None:
+    if sys.argv[1:2] == ["scaling"]:
+        return scaling(sys.argv[2:])
     args = _parser().parse_intermixed_args()  # CONFIG may stand behind options, away from its word
     for name, least in LEAST.items():
         given = getattr(args, name)
@@ -93,6 +98,7 @@ def main() -> None:
             _drift(args, config, model, mesh.device)
         else:
             _measure(args, with_batches(config, args.micro_batch, args.accumulation, mesh.dp), mesh)
+    return None
 
 
 def _open(args: argparse.Namespace) -> tuple[LanguageModel | None, RunConfig]:

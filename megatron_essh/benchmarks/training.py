@@ -224,7 +224,7 @@ def measure_training(
     device = mesh.device
     engine = build_engine(case, mesh)
     reset_peak_memory(device)  # before passes are recorded: a replay allocates nothing
-    _meet_every_capacity(engine)
+    meet_every_capacity(engine)
     runs: list[list[float]] = []
     for run in range(schedule.repeats):
         times = []
@@ -271,7 +271,7 @@ def measure_training(
     return figures
 
 
-def _meet_every_capacity(engine: NativeEngine) -> None:
+def meet_every_capacity(engine: NativeEngine) -> None:
     """Run every capacity's pass until it is recorded, as a long run has done after its first steps."""
     config = engine.config
     if engine.device.type != "cuda" or not config.elastic.enabled:

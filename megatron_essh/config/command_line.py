@@ -18,16 +18,22 @@ class ConfigParser(argparse.ArgumentParser):
         return super().parse_known_args(_settings_last(sys.argv[1:] if args is None else args), namespace)
 
 
-def add_config_arguments(parser: ConfigParser, default: Path | None = None) -> None:
-    """Give `parser` the positional `config` (optional where there is a default) and `overrides` from --set."""
-    parser.add_argument(
-        "config",
-        metavar="CONFIG",
-        type=Path,
-        nargs=None if default is None else "?",
-        default=default,
-        help="YAML config file" + ("" if default is None else f" (default: {default.name})"),
-    )
+def add_config_arguments(parser: ConfigParser, default: Path | None = None, *, several: bool = False) -> None:
+    """Give `parser` the positional `config` (optional where there is a default) and `overrides` from --set.
+
+    several: `configs` in its place, one or more.
+    """
+    if several:
+        parser.add_argument("configs", metavar="CONFIG", type=Path, nargs="+", help="YAML config files")
+    else:
+        parser.add_argument(
+            "config",
+            metavar="CONFIG",
+            type=Path,
+            nargs=None if default is None else "?",
+            default=default,
+            help="YAML config file" + ("" if default is None else f" (default: {default.name})"),
+        )
     parser.add_argument(
         "--set",
         dest="overrides",
