@@ -58,7 +58,7 @@ from megatron_essh.config.command_line import ConfigParser, add_config_arguments
 from megatron_essh.device import device_name
 from megatron_essh.errors import UserError, run_command
 from megatron_essh.export.loading import open_model
-from megatron_essh.files import write_atomically
+from megatron_essh.files import check_target, write_atomically
 from megatron_essh.model.language_model import LanguageModel
 from megatron_essh.parallel.mesh import Mesh
 from megatron_essh.parallel.processes import open_mesh
@@ -72,6 +72,19 @@ LEAST = {"warmup": 0, "context": 0, **dict.fromkeys(ONES, 1)}
 DECODING = ("decode", "drift")
 """What takes a trained model, and several tiers and batches."""
 DECODING_ONLY = ("context", "weights", "plot")
+TAKEN_BY = {
+    "length": ("prefill", "drift"),
+    "measure": ("all", "train"),
+    "parts": ("all", "train"),
+    "documents": ("data",),
+    "micro_batch": ("all", "train", "data", "scan"),
+    "accumulation": ("all", "train", "data"),
+    "steps": ("all", "train", "decode"),
+    "repeats": ("all", "train", "scan", "prefill", "decode", "data"),
+    "warmup": ("all", "scan", "prefill", "decode"),
+    "compile_transformer": ("all", "train", "prefill"),
+}
+"""What each option is for, where it is not for everything; `_check_decoding` knows those of decode and drift."""
 BANDWIDTH = 4.3
 """TB/s that an H200 was measured to move."""
 
@@ -85,7 +98,11 @@ def main() -> int | None:
         for value in given if isinstance(given, list) else [given]:
             if value is not None and value < least:
                 raise UserError(f"--{name.replace('_', '-')} {value}: at least {least}")
+    _check_options(args)
     _check_decoding(args)
+    for name in ("json", "plot"):
+        if getattr(args, name) is not None:
+            check_target(getattr(args, name), f"--{name}")
     model, config = _open(args)
     if config.training.threads is not None:
         torch.set_num_threads(config.training.threads)
@@ -103,7 +120,11 @@ def main() -> int | None:
 
 def _open(args: argparse.Namespace) -> tuple[LanguageModel | None, RunConfig]:
     """The config; and the model, where a folder of a trained one stands in its place."""
-    if args.what not in DECODING or not args.config.is_dir():
+    if args.what not in DECODING and args.config.is_dir():
+        raise UserError(
+            f"{args.config}: a folder; {args.what} takes a config file, {' and '.join(DECODING)} a model too"
+        )
+    if not args.config.is_dir():
         return None, load_config(args.config, args.overrides)
     if args.overrides:
         raise UserError(f"--set {args.overrides[0]}: {args.config} is a trained model, whose config stands")
@@ -111,6 +132,19 @@ def _open(args: argparse.Namespace) -> tuple[LanguageModel | None, RunConfig]:
     # How it was trained does not matter here: one process, on a GPU if there is one.
     training = replace(config.training, device="auto")
     return model, replace(config, parallel=ParallelConfig(), training=training)
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Refuse options that mean nothing to what is measured, and what is given twice."""
+    defaults = _parser()
+    for name, kinds in TAKEN_BY.items():
+        if args.what not in kinds and getattr(args, name) != defaults.get_default(name):
+            flag = name.replace("_", "-") if getattr(args, name) is not False else f"no-{name.replace('_', '-')}"
+            raise UserError(f"--{flag}: belongs to {', '.join(kinds)}, not to {args.what}")
+    for name in ("capacity", "batch", "context", "weights"):
+        given = getattr(args, name) or []
+        if len(set(given)) < len(given):
+            raise UserError(f"--{name}: {' '.join(map(str, given))}; give each once")
 
 
 def _check_decoding(args: argparse.Namespace) -> None:
@@ -314,8 +348,8 @@ def _prefill(args: argparse.Namespace, config: RunConfig, device: torch.device) 
 
 
 def _decode(args: argparse.Namespace, config: RunConfig, model: LanguageModel | None, device: torch.device) -> None:
-    if args.bandwidth is not None and not args.bandwidth > 0:
-        raise UserError(f"--bandwidth {args.bandwidth:g}: more than 0")
+    if args.bandwidth is not None and not 1e-6 <= args.bandwidth <= 1e6:
+        raise UserError(f"--bandwidth {args.bandwidth:g}: TB/s, 1e-6 to 1e6")
     on_gpu = device.type == "cuda"
     cases = decode_cases(
         config, device, tiers=args.capacity, batches=args.batch, contexts=args.context, weights=args.weights
@@ -342,9 +376,6 @@ def _decode(args: argparse.Namespace, config: RunConfig, model: LanguageModel | 
     console.print(_decode_memory_table(rows))
     if args.control:
         console.print(_decode_control_table(rows))
-    if args.plot:
-        write_atomically(args.plot, draw(rows, title))
-        print(f"plot: {args.plot}")
     if args.json:
         content = {
             "config": str(args.config),
@@ -358,6 +389,9 @@ def _decode(args: argparse.Namespace, config: RunConfig, model: LanguageModel | 
         }
         write_atomically(args.json, json.dumps(content, indent=1).encode())
         print(f"figures: {args.json}")
+    if args.plot:
+        write_atomically(args.plot, draw(rows, title))
+        print(f"plot: {args.plot}")
 
 
 def _drift(args: argparse.Namespace, config: RunConfig, model: LanguageModel | None, device: torch.device) -> None:
@@ -374,9 +408,6 @@ def _drift(args: argparse.Namespace, config: RunConfig, model: LanguageModel | N
     begin = "prompt" if rows[0]["window"] is None else f"window of {rows[0]['window']:,}"
     Console().print(_drift_table(f"{title}\nerrors of logits past the {begin}, relative to fp32's", rows))
     print(_drift_verdict(rows))
-    if args.plot:
-        write_atomically(args.plot, draw_drift(rows, title))
-        print(f"plot: {args.plot}")
     if args.json:
         content = {
             "config": str(args.config),
@@ -387,6 +418,9 @@ def _drift(args: argparse.Namespace, config: RunConfig, model: LanguageModel | N
         }
         write_atomically(args.json, json.dumps(content, indent=1).encode())
         print(f"figures: {args.json}")
+    if args.plot:
+        write_atomically(args.plot, draw_drift(rows, title))
+        print(f"plot: {args.plot}")
 
 
 def _data(args: argparse.Namespace, config: RunConfig) -> list[dict[str, Any]]:

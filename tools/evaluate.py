@@ -33,7 +33,7 @@ from megatron_essh.evaluation.perplexity import Windows, score, scored_bytes
 from megatron_essh.evaluation.quantized import quantized_model
 from megatron_essh.export.loading import open_model, open_tokenizer
 from megatron_essh.export.provenance import Provenance
-from megatron_essh.files import write_atomically
+from megatron_essh.files import check_target, write_atomically
 from megatron_essh.inference.command import add_model_arguments, describe, given_tokenizer
 from megatron_essh.inference.quantization import Quantization
 from megatron_essh.model.accounting import parameter_counts
@@ -70,6 +70,8 @@ def main() -> None:
 
 
 def perplexity(args: argparse.Namespace) -> None:
+    if args.json is not None:
+        check_target(args.json, "--json")
     device = pick_device(args.device)
     model, config, provenance = open_model(args.model, device)
     capacities = _capacities(args.tier, config, provenance)

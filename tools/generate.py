@@ -6,7 +6,8 @@ python tools/generate.py out/run --prompt "One" --prompt "Two" --num-samples 4 -
 
 Standard output gets the prompt and its continuation and nothing else; of several texts, made at once, each in its
 order under a line such as `--- 2 of 8`. The same seed gives the same text: the first text's is --seed, each further
-one's is one more.
+one's is one more. With weights of 16 or 8 bits that holds for the same number of texts at a time; another number
+rounds logits in other places.
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ def main() -> None:
         help="end where the model ends the document (default: yes)",
     )
     args = parser.parse_args()
+    if sys.stdout is None:
+        raise UserError("standard output is closed; texts go there")
     sampling = SamplingConfig(
         temperature=args.temperature,
         top_k=args.top_k,
@@ -127,7 +130,7 @@ def main() -> None:
     engine = Engine(
         model,
         capacity,
-        slots=args.slots or min(len(requests), MOST_SLOTS),
+        slots=min(args.slots or MOST_SLOTS, len(requests)),
         dtype=torch.float32 if weights == "fp32" else torch.bfloat16,
         quantization=weights if weights in ("int8", "fp8") else None,
         max_length=max(len(request.prompt) + request.max_new_tokens for request in requests),
@@ -141,6 +144,8 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     if args.unconditional:
         return [""]
     where, prompts = "--prompt", args.prompt
+    if any("\udc80" <= character <= "\udcff" for prompt in prompts or () for character in prompt):
+        raise UserError(f"{where}: not UTF-8; put the text into a file in UTF-8 and give --prompt-file")
     if args.prompt_file is not None:
         where = str(args.prompt_file)
         try:

@@ -1,7 +1,8 @@
 """Decoding many sequences at once: slots that prompts enter and leave, one step for all of them, CUDA graphs.
 
 A sequence gets what it would get alone: its state and its settings lie in its slot, and its draws depend on its seed
-and positions. What the sequences are for, and when they end, is the caller's business.
+and positions. Logits are alike in every batch but for rounding: in fp32 that hardly ever changes a text, in 16 and 8
+bits it can where two tokens are close. What the sequences are for, and when they end, is the caller's business.
 
 On a GPU a step is recorded once for each batch class (1, 2, 4, ... rows and the number of slots), its draws once for
 each class and kind of draw; sequences come and go in the tensors that the recordings read.
@@ -9,6 +10,7 @@ each class and kind of draw; sequences come and go in the tensors that the recor
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -104,8 +106,11 @@ class Engine:
             graphs: record steps on a GPU; False launches every kernel by itself.
 
         Raises:
-            UserError: as `pack_model` and `new_decode_state`.
+            UserError: as `pack_model` and `new_decode_state`; a `real_V` that is none.
         """
+        entries = model.config.vocab_size
+        if real_V is not None and (real_V.shape != (entries,) or real_V.dtype != torch.bool or not real_V.any()):
+            raise UserError(f"real_V: expected {entries} truth values of which one at least is True")
         self.model = model
         self.capacity = full_capacity(model.config) if capacity is None else capacity
         self.dtype = dtype
@@ -160,7 +165,7 @@ class Engine:
             UserError: an empty prompt, one of more than `max_length` tokens, an id outside the vocabulary, an
                 impossible seed, no free slot.
         """
-        check_prompt(prompt, self.model.config.vocab_size)
+        prompt = check_prompt(prompt, self.model.config.vocab_size)
         check_seed(seed)
         self._check_room(len(prompt))
         slot = self._free_slot()
@@ -259,10 +264,10 @@ class Engine:
         """Take in the last token of each slot's sequence and draw the next. Does not wait for the device.
 
         Raises:
-            UserError: a sequence that would outgrow `max_length`.
+            UserError: no slot, one named twice or without a sequence, a sequence that would outgrow `max_length`.
         """
-        assert slots, "a step of no sequence"
-        assert len(set(slots)) == len(slots), slots
+        if not slots or len(set(slots)) < len(slots):
+            raise UserError(f"step of slots {list(slots)}: name at least one, and each once")
         sequences = [self._sequence(slot) for slot in slots]
         self._check_room(1 + max(sequence.taken for sequence in sequences))
         batch = self._class(len(slots)) if self._graphs else len(slots)
@@ -352,16 +357,21 @@ class Engine:
             raise UserError(f"the sequence outgrows the engine's max_length of {self._max_length} tokens")
 
 
-def check_prompt(prompt: Sequence[int], entries: int) -> None:
-    """Refuse a prompt of no tokens, or with an id outside a vocabulary of `entries`, with a `UserError`."""
+def check_prompt(prompt: Sequence[int], entries: int) -> list[int]:
+    """The prompt's ids; a prompt of none, or with one outside a vocabulary of `entries`, is a `UserError`."""
+    try:
+        prompt = [operator.index(token) for token in prompt]
+    except TypeError:
+        raise UserError("prompt: token ids must be whole numbers; a tokenizer makes them of text") from None
     if not prompt:
         raise UserError("prompt: no tokens; give at least one")
     outside = [token for token in prompt if not 0 <= token < entries]
     if outside:
         raise UserError(f"prompt: token {outside[0]} lies outside the model's vocabulary of {entries} entries")
+    return prompt
 
 
 def check_seed(seed: int) -> None:
     """Refuse what is no seed, with a `UserError`."""
-    if not 0 <= seed < 2**63:
+    if not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise UserError(f"seed: {seed} must lie in 0 to 2^63 - 1")

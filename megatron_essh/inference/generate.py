@@ -66,7 +66,8 @@ def generate_many(
         ended: numbers of requests that get no more tokens; the caller adds to it between tokens.
 
     Raises:
-        UserError: a request that cannot be answered (before anything runs), logits that are not finite.
+        UserError: a request that cannot be answered (before anything runs), no slot but those that others hold, logits
+            that are not finite.
     """
     for request in requests:
         request.check(engine.model.config.vocab_size)
@@ -96,6 +97,8 @@ def _generate_many(engine: Engine, requests: Sequence[Request], ended: Collectio
                     entered[request.prompt] = slot_of[number]
                 else:
                     slot_of[number] = engine.fork(twin, sampling=request.sampling, seed=request.seed)
+            if waiting and not slot_of:
+                raise UserError(f"slots: all {engine.slots} hold sequences of others; remove one, or give more")
             numbers = [n for n in slot_of if begun[n] < requests[n].max_new_tokens and n not in ended]
             before, under_way = under_way, None
             if numbers:

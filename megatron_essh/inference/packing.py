@@ -5,6 +5,7 @@ A weight that is stored as a step reads it, in the dtype asked for, is shared wi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -202,7 +203,7 @@ def new_decode_state(
         max_length: tokens a sequence may reach; needed where the window is the whole input, else ignored.
 
     Raises:
-        UserError: no slot, or no `max_length` where there must be one.
+        UserError: no slot, no `max_length` where there must be one, or more than there is memory for.
     """
     if slots < 1:
         raise UserError(f"slots: {slots} hold no sequence; give 1 or more")
@@ -210,15 +211,24 @@ def new_decode_state(
     window = config.window if config.window is not None else max_length
     if window is None and attending:
         raise UserError("model.window is null (the whole input): give max_length")
+    if window is not None and window < 1:
+        raise UserError(f"max_length: {window} tokens; give 1 or more")
     ring = window if window is not None and attending else 0
     spectral = (len(config.spectral_layers), slots, capacity.channels, config.modes, 2, config.value_width)
     kv = (attending, slots, config.n_heads, ring, config.head_dim)
-    return DecodeState(
-        torch.zeros(spectral, dtype=torch.float32, device=device),
-        torch.zeros(kv, dtype=dtype, device=device),
-        torch.zeros(kv, dtype=dtype, device=device),
-        torch.zeros(slots, dtype=torch.int64, device=device),
-    )
+    try:
+        return DecodeState(
+            torch.zeros(spectral, dtype=torch.float32, device=device),
+            torch.zeros(kv, dtype=dtype, device=device),
+            torch.zeros(kv, dtype=dtype, device=device),
+            torch.zeros(slots, dtype=torch.int64, device=device),
+        )
+    except (RuntimeError, TypeError):  # sizes that no memory holds, or no number of 64 bits
+        gib = (4 * math.prod(spectral) + 2 * dtype.itemsize * math.prod(kv)) / 2**30
+        raise UserError(
+            f"{slots:,} sequences: their states, keys and values would take {gib:,.1f} GiB, more than {device} "
+            "has; take fewer at a time, or shorter ones"
+        ) from None
 
 
 def put(state: DecodeState, slot: int, given: ModelState, row: int = 0) -> None:

@@ -31,8 +31,10 @@ def quantize(weight_RI: Tensor, kind: Quantization) -> PackedWeight:
     """The weight in eight bits; a row of zeros keeps the scale 1.
 
     Raises:
-        UserError: a weight is not finite.
+        UserError: no such kind, or a weight is not finite.
     """
+    if kind not in KINDS:
+        raise UserError(f"quantization: {kind!r}; expected one of {', '.join(KINDS)}")
     dtype, largest = KINDS[kind]
     rows, inputs = weight_RI.shape
     values_RI = torch.empty(rows, inputs, dtype=dtype, device=weight_RI.device)

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from megatron_essh.errors import UserError
 
+MOST_PENALTY = 1000.0
+"""Largest repetition penalty, and one over the smallest: fp32 logits stay finite."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
@@ -40,8 +43,10 @@ class SamplingConfig:
             raise UserError(f"top_p: {self.top_p} must lie above 0 and at most at 1")
         if not 0 <= self.min_p <= 1:
             raise UserError(f"min_p: {self.min_p} must lie in 0 to 1")
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
-            raise UserError(f"repetition_penalty: {self.repetition_penalty} is not a finite number above 0")
+        if not 1 / MOST_PENALTY <= self.repetition_penalty <= MOST_PENALTY:
+            raise UserError(
+                f"repetition_penalty: {self.repetition_penalty} must lie in {1 / MOST_PENALTY:g} to {MOST_PENALTY:g}"
+            )
 
 
 def penalised(logits_BV: Tensor, seen_BV: Tensor, penalty: float | Tensor) -> Tensor:

@@ -397,3 +397,47 @@ def test_the_device_is_waited_for_only_where_tokens_are_read(tiny_config, random
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(drawn.tokens()) == 1
+
+
+def first_token(model, prompt):
+    engine = engine_of(model)
+    return engine.step([engine.add(prompt)]).tokens()
+
+
+@pytest.mark.parametrize(
+    ("misuse", "complaint"),
+    [
+        (lambda engine: engine.step([]), "name at least one, and each once"),
+        (lambda engine: engine.step([0, 0]), "name at least one, and each once"),
+        (lambda engine: engine.add([1.5]), "token ids must be whole numbers"),
+        (lambda engine: engine.add("ab"), "token ids must be whole numbers"),
+        (lambda engine: engine.add([1], seed=1.5), "seed: 1.5"),
+    ],
+)
+def test_misuse_is_an_error_and_leaves_sequences_as_they_were(model, misuse, complaint):
+    engine = engine_of(model)
+    slot = engine.add([1, 2, 3])
+    with pytest.raises(UserError, match=complaint):
+        misuse(engine)
+    assert engine.live == [slot]
+    assert engine.step([slot]).tokens() == first_token(model, [1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"quantization": "int4"}, "quantization: 'int4'; expected one of int8, fp8"),
+        ({"real_V": torch.ones(3, dtype=torch.bool)}, "real_V: expected"),
+        ({"real_V": torch.zeros(264, dtype=torch.bool)}, "real_V: expected"),
+        ({"slots": 10**13}, "GiB, more than cpu has"),
+    ],
+)
+def test_an_engine_that_cannot_be_is_refused(model, settings, complaint):
+    with pytest.raises(UserError, match=complaint):
+        Engine(model, **settings)
+
+
+def test_prompts_are_whole_numbers_of_any_kind(model):
+    engine = engine_of(model)
+    slots = engine.add(torch.tensor([1, 2, 3])), engine.add([1, 2, 3])
+    assert engine.step(slots).tokens() == 2 * first_token(model, [1, 2, 3])

@@ -254,3 +254,11 @@ def test_real_tokens_leaves_out_gaps_in_the_ids():
             return token < 9 and token not in (4, 7)
 
     assert real_tokens(Gapped(), 12).nonzero().flatten().tolist() == [0, 1, 2, 3, 5, 6, 8]
+
+
+def test_requests_that_can_get_no_slot_are_an_error(tiny_config, random_model):
+    engine = Engine(random_model(tiny_config.model), slots=1, dtype=torch.float32)
+    engine.add([1])
+    tokens = generate_many(engine, [Request(prompt=(1,), sampling=SamplingConfig(), max_new_tokens=3)])
+    with pytest.raises(UserError, match="slots: all 1 hold sequences of others"):
+        next(tokens)
