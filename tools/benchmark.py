@@ -28,7 +28,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -83,8 +83,10 @@ TAKEN_BY = {
     "repeats": ("all", "train", "scan", "prefill", "decode", "data"),
     "warmup": ("all", "scan", "prefill", "decode"),
     "compile_transformer": ("all", "train", "prefill"),
+    "bandwidth": ("decode",),
+    "control": ("decode",),
 }
-"""What each option is for, where it is not for everything; `_check_decoding` knows those of decode and drift."""
+"""What each option is for, where it is not for everything; `_check_decoding` knows those of decode and drift alike."""
 BANDWIDTH = 4.3
 """TB/s that an H200 was measured to move."""
 
@@ -92,13 +94,14 @@ BANDWIDTH = 4.3
 def main() -> int | None:
     if sys.argv[1:2] == ["scaling"]:
         return scaling(sys.argv[2:])
-    args = _parser().parse_intermixed_args()  # CONFIG may stand behind options, away from its word
+    parser = _parser()
+    args = parser.parse_intermixed_args()  # CONFIG may stand behind options, away from its word
     for name, least in LEAST.items():
         given = getattr(args, name)
         for value in given if isinstance(given, list) else [given]:
             if value is not None and value < least:
                 raise UserError(f"--{name.replace('_', '-')} {value}: at least {least}")
-    _check_options(args)
+    _check_options(args, parser)
     _check_decoding(args)
     for name in ("json", "plot"):
         if getattr(args, name) is not None:
@@ -134,11 +137,10 @@ def _open(args: argparse.Namespace) -> tuple[LanguageModel | None, RunConfig]:
     return model, replace(config, parallel=ParallelConfig(), training=training)
 
 
-def _check_options(args: argparse.Namespace) -> None:
+def _check_options(args: argparse.Namespace, parser: ConfigParser) -> None:
     """Refuse options that mean nothing to what is measured, and what is given twice."""
-    defaults = _parser()
     for name, kinds in TAKEN_BY.items():
-        if args.what not in kinds and getattr(args, name) != defaults.get_default(name):
+        if args.what not in kinds and getattr(args, name) != parser.get_default(name):
             flag = name.replace("_", "-") if getattr(args, name) is not False else f"no-{name.replace('_', '-')}"
             raise UserError(f"--{flag}: belongs to {', '.join(kinds)}, not to {args.what}")
     for name in ("capacity", "batch", "context", "weights"):
@@ -149,11 +151,6 @@ def _check_options(args: argparse.Namespace) -> None:
 
 def _check_decoding(args: argparse.Namespace) -> None:
     """Refuse what `decode` and `drift` alone take, and of theirs what the other takes."""
-    if args.what != "decode":
-        if args.bandwidth is not None:
-            raise UserError(f"--bandwidth: belongs to decode, not to {args.what}")
-        if not args.control:
-            raise UserError(f"--no-control: belongs to decode, not to {args.what}")
     if args.what in DECODING:
         if args.model != "essh" or args.elastic:
             raise UserError(f"{args.what}: takes our model at one capacity after another; leave out --model, --elastic")
@@ -175,8 +172,7 @@ def _measure(args: argparse.Namespace, config: RunConfig, mesh: Mesh) -> None:
     cases = _cases(args, config, device) if args.what in ("all", "train") else []
     warmup = 2 if args.warmup is None else args.warmup
 
-    devices = device_name(device) if mesh.world == 1 else f"{mesh.world} x {device_name(device)}"
-    where = f"{devices}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    where = _where(device, mesh.world)
     title = f"{args.config.name} on {where}"
     console = Console(quiet=not mesh.is_first)
     scans = measure_scan(config, device, warmup, args.repeats) if args.what in ("all", "scan") else []
@@ -210,17 +206,19 @@ def _measure(args: argparse.Namespace, config: RunConfig, mesh: Mesh) -> None:
     served = _data(args, config) if args.what == "data" else []
     if served:
         console.print(_data_table(served))
+    figures = {"scan": scans, "train": trained, "prefill": prefilled, "data": served}
+    _keep(args, where, {**figures, "ratios": ratios(trained or prefilled)})
+
+
+def _where(device: torch.device, world: int = 1) -> str:
+    devices = device_name(device) if world == 1 else f"{world} x {device_name(device)}"
+    return f"{devices}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def _keep(args: argparse.Namespace, where: str, figures: dict[str, Any]) -> None:
+    """Write what was measured, if it is asked for."""
     if args.json:
-        content = {
-            "config": str(args.config),
-            "set": args.overrides,
-            "where": where,
-            "scan": scans,
-            "train": trained,
-            "prefill": prefilled,
-            "data": served,
-            "ratios": ratios(trained or prefilled),
-        }
+        content = {"config": str(args.config), "set": args.overrides, "where": where, **figures}
         write_atomically(args.json, json.dumps(content, indent=1).encode())
         print(f"figures: {args.json}")
 
@@ -367,7 +365,7 @@ def _decode(args: argparse.Namespace, config: RunConfig, model: LanguageModel | 
         control=args.control,
         say=partial(print, flush=True),
     )
-    where = f"{device_name(device)}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    where = _where(device)
     title = f"{args.config.name} on {where}"
     floor = "" if bandwidth is None else f"; floor: what must move, at {bandwidth:g} TB/s"
     runs = f"median of {timing.repeats} runs of {timing.steps} steps"
@@ -376,19 +374,7 @@ def _decode(args: argparse.Namespace, config: RunConfig, model: LanguageModel | 
     console.print(_decode_memory_table(rows))
     if args.control:
         console.print(_decode_control_table(rows))
-    if args.json:
-        content = {
-            "config": str(args.config),
-            "set": args.overrides,
-            "where": where,
-            "random_weights": random,
-            "warmup": timing.warmup,
-            "steps": timing.steps,
-            "repeats": timing.repeats,
-            "decode": rows,
-        }
-        write_atomically(args.json, json.dumps(content, indent=1).encode())
-        print(f"figures: {args.json}")
+    _keep(args, where, {"random_weights": random, **asdict(timing), "decode": rows})
     if args.plot:
         write_atomically(args.plot, draw(rows, title))
         print(f"plot: {args.plot}")
@@ -403,21 +389,12 @@ def _drift(args: argparse.Namespace, config: RunConfig, model: LanguageModel | N
         model = random_model(config, device)
         strengthen(model, config.training.seed)
     rows = measure_drift(model.to(device), config, cases, weights, say=partial(print, flush=True))
-    where = f"{device_name(device)}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    where = _where(device)
     title = f"{args.config.name} on {where}"
     begin = "prompt" if rows[0]["window"] is None else f"window of {rows[0]['window']:,}"
     Console().print(_drift_table(f"{title}\nerrors of logits past the {begin}, relative to fp32's", rows))
     print(_drift_verdict(rows))
-    if args.json:
-        content = {
-            "config": str(args.config),
-            "set": args.overrides,
-            "where": where,
-            "random_weights": random,
-            "drift": rows,
-        }
-        write_atomically(args.json, json.dumps(content, indent=1).encode())
-        print(f"figures: {args.json}")
+    _keep(args, where, {"random_weights": random, "drift": rows})
     if args.plot:
         write_atomically(args.plot, draw_drift(rows, title))
         print(f"plot: {args.plot}")

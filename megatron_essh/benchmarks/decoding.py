@@ -7,7 +7,6 @@ must move at least (weights, states, keys and values) over the device's bandwidt
 from __future__ import annotations
 
 import copy
-import gc
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
@@ -18,7 +17,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron_essh.benchmarks.prefill import set_precision
-from megatron_essh.benchmarks.timing import milliseconds, peak_memory_mib, reset_peak_memory, wait
+from megatron_essh.benchmarks.timing import (
+    BEFORE_RECORDING,
+    Recorded,
+    free_memory,
+    milliseconds,
+    peak_memory_mib,
+    reset_peak_memory,
+    wait,
+)
 from megatron_essh.config import RunConfig
 from megatron_essh.elastic.capacity import Capacity, full_capacity, parse_capacity, tier_capacities
 from megatron_essh.errors import UserError
@@ -37,8 +44,6 @@ QUANTIZED: dict[Weights, Quantization] = {"int8": "int8", "fp8": "fp8"}
 LARGER_BATCHES = (16, 128, 512)
 SLOWER = 10
 """What is measured beside the graph gets a tenth of its steps: it is slower, and there to compare with."""
-BEFORE_RECORDING = 3
-"""Untimed calls of what is recorded."""
 STATE_STD = 0.5
 """Standard deviation of the random states, keys and values."""
 
@@ -169,7 +174,7 @@ def measure_decoding(
             weights = pack_model(model, capacity, activation_dtype(case.weights), QUANTIZED.get(case.weights))
         with torch.inference_mode():
             row = _fused(config, case, capacity, weights, timing, bandwidth)
-        _free(model.device)
+        free_memory(model.device)
         logits_BV = row.pop("logits_BV")
         if control:
             precision: Weights = "fp32" if case.weights == "fp32" else "bf16"
@@ -178,7 +183,7 @@ def measure_decoding(
                 set_precision(controls[precision], precision)
             with torch.inference_mode():
                 row |= _control(controls[precision], config, case, capacity, weights, logits_BV, timing)
-            _free(model.device)
+            free_memory(model.device)
         rows.append(row)
     return rows
 
@@ -341,25 +346,6 @@ def _as_model_state(state: DecodeState, context: int) -> ModelState:
     )
 
 
-class Recorded:
-    """A step as a CUDA graph, recorded after some untimed calls in which its kernels are compiled and loaded."""
-
-    def __init__(self, step: Callable[[], object], device: torch.device) -> None:
-        self._step = step  # a recording holds addresses: what it reads and writes may be kept by the step alone
-        stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            for _ in range(BEFORE_RECORDING):
-                step()
-        current.wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, stream=stream):
-            step()
-
-    def __call__(self) -> None:
-        self._graph.replay()
-
-
 def _timed(
     step: Callable[[], object], restart: Callable[[], object], timing: DecodeTiming, device: torch.device
 ) -> list[float]:
@@ -411,9 +397,3 @@ def _nbytes(tensor: Tensor) -> int:
 
 def _allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-def _free(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

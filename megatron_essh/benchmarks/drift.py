@@ -10,7 +10,6 @@ No more than a block of positions' logits is there at a time.
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron_essh.benchmarks.decoding import QUANTIZED, Recorded, Weights, activation_dtype
+from megatron_essh.benchmarks.decoding import QUANTIZED, Weights, activation_dtype
+from megatron_essh.benchmarks.timing import Recorded, free_memory
 from megatron_essh.config import RunConfig
 from megatron_essh.elastic.capacity import Capacity, parse_capacity
 from megatron_essh.errors import UserError
@@ -189,9 +189,7 @@ def measure_drift(
         say(f"{case.tier}: {case.batch:,} x {case.length:,} tokens, from {case.prompt:,} on by steps")
         capacity = parse_capacity(case.tier, config.model, config.elastic)
         rows.append(_measure(model, config, case, capacity, weights))
-        gc.collect()
-        if model.device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_memory(model.device)
     return rows
 
 

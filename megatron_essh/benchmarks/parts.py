@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_essh.baselines.transformer import Transformer
-from megatron_essh.benchmarks.timing import timed
+from megatron_essh.benchmarks.timing import Recorded, timed
 from megatron_essh.model.attention import rotary_table
 from megatron_essh.model.block import normed
 from megatron_essh.model.mixer import SpectralMixer
@@ -112,7 +112,9 @@ def _calls(engine: NativeEngine) -> tuple[dict[str, list[Call]], list[Tensor]]:
 def _once_a_micro_batch(engine: NativeEngine) -> dict[str, Callable[[], None]]:
     calls, inputs = _calls(engine)
     runs = {name: _forward_backward(passes, inputs, engine) for name, passes in calls.items()}
-    return {name: recorded(run) for name, run in runs.items()} if engine.device.type == "cuda" else runs
+    if engine.device.type != "cuda":
+        return runs
+    return {name: Recorded(run, engine.device) for name, run in runs.items()}
 
 
 def _forward_backward(calls: list[Call], inputs: list[Tensor], engine: NativeEngine) -> Callable[[], None]:
@@ -135,19 +137,6 @@ def _forward_backward(calls: list[Call], inputs: list[Tensor], engine: NativeEng
 
 def _tuple(outs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return outs if isinstance(outs, tuple) else (outs,)
-
-
-def recorded(run: Callable[[], None]) -> Callable[[], None]:
-    """`run` as a CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        run()
-    return graph.replay
 
 
 def _update(engine: NativeEngine) -> Callable[[], None]:

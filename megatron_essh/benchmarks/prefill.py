@@ -6,7 +6,6 @@ spectral states stay fp32.
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from megatron_essh.baselines.transformer import (
     transformer_flops,
     transformer_parameters,
 )
-from megatron_essh.benchmarks.timing import timed, wait
+from megatron_essh.benchmarks.timing import free_memory, timed, wait
 from megatron_essh.benchmarks.training import ModelName
 from megatron_essh.config import RunConfig
 from megatron_essh.device import device_name, peak_tflops
@@ -67,7 +66,7 @@ def measure_prefill(
         found = _transformer(config, tokens, prompt, device, compiled=compiled)
     else:
         found = _essh(config, tier, tokens, prompt, device)
-    _free(device)
+    free_memory(device)
     count = prompt.batch * prompt.length
     flops = count * found.pop("flops_per_token") + prompt.batch * found.pop("head_flops")
     rate = flops / (found["median_ms"] / 1e3) / 1e12
@@ -91,7 +90,7 @@ def _essh(config: RunConfig, tier: str, tokens: Tensor, prompt: Prompt, device: 
     shape = config.model
     capacity: Capacity = full_capacity(shape) if tier == "full" else parse_capacity(tier, shape, config.elastic)
     engine = _engine(config, capacity, tokens.tolist(), prompt, device)
-    _free(device)
+    free_memory(device)
     with device:
         model = LanguageModel(shape)
     set_precision(model, config.training.precision)
@@ -214,9 +213,3 @@ def _times(
         first = timed("first token", first_token, tokens.numel(), device, prompt.warmup, prompt.repeats)
     kept = ("median_ms", "min_ms", "max_ms", "all_ms", "peak_mib")
     return {**{name: whole[name] for name in kept}, "first_token_ms": first["median_ms"]}
-
-
-def _free(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

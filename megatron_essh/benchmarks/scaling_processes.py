@@ -82,7 +82,7 @@ class Processes:
                 late = True
                 _end(self._running)
                 break
-            time.sleep(0.02)
+            time.sleep(0.02)  # ranks end and write lines; neither can be waited for together
         failed = late or any(process.returncode for process in self._running)
         failure, log = _reason(failures, logs, self._running) if failed and not late else (None, "")
         self._running = []

@@ -7,7 +7,6 @@ when its standard input does, so that none outlives who started it.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import statistics
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_essh.benchmarks.timing import peak_memory_mib, reset_peak_memory, wait
+from megatron_essh.benchmarks.timing import free_memory, peak_memory_mib, reset_peak_memory, wait
 from megatron_essh.benchmarks.training import build_engine, make_case, meet_every_capacity
 from megatron_essh.config import RunConfig, config_from_mapping
 from megatron_essh.device import device_name
@@ -170,9 +169,7 @@ def _measure(config: RunConfig, capacity: str, task: Task, mesh: Mesh, tell: Cal
             tell("checkpoint", **_save(engine, Path(task.save), step, task.resumed))
     engine.close()
     del engine
-    gc.collect()
-    if mesh.device.type == "cuda":
-        torch.cuda.empty_cache()
+    free_memory(mesh.device)
 
 
 def few_tokens(config: RunConfig) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 import statistics
 import time
@@ -9,6 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+BEFORE_RECORDING = 3
+"""Untimed calls of what is recorded."""
 
 
 def wait(device: torch.device) -> None:
@@ -28,6 +32,32 @@ def peak_memory_mib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back what nothing holds any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+class Recorded:
+    """A step as a CUDA graph, recorded after some untimed calls in which its kernels are compiled and loaded."""
+
+    def __init__(self, step: Callable[[], object], device: torch.device) -> None:
+        self._step = step  # a recording holds addresses: what it reads and writes may be kept by the step alone
+        stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            for _ in range(BEFORE_RECORDING):
+                step()
+        current.wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, stream=stream):
+            step()
+
+    def __call__(self) -> None:
+        self._graph.replay()
 
 
 def milliseconds(call: Callable[[], object], device: torch.device) -> float:

@@ -5,7 +5,6 @@ Both run through the native engine with the same loss, optimizer and precision.
 
 from __future__ import annotations
 
-import gc
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -23,6 +22,7 @@ from megatron_essh.baselines.transformer import (
 )
 from megatron_essh.benchmarks.parts import measure_parts
 from megatron_essh.benchmarks.timing import (
+    free_memory,
     milliseconds,
     peak_memory_mib,
     reset_peak_memory,
@@ -265,9 +265,7 @@ def measure_training(
         "parts": measure_parts(engine, step_ms, compiled=case.compiled) if parts and full and mesh.world == 1 else [],
     }
     del engine
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    free_memory(device)
     return figures
 
 

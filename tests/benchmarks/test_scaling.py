@@ -158,7 +158,7 @@ class Pretended:
     def launch(self, task: Any, limit: float, following: int) -> Any:
         config = config_from_mapping(RunConfig, task.mix, "test")
         self.launched.append((task.world, config.parallel.tensor, task.save is not None, task.resume is not None))
-        time.sleep(self._seconds)
+        time.sleep(self._seconds)  # what the launch would take of the budget
         fate = self._fate(config)
         steps = [{"loss": 5.0, "grad_norm": 1.0}]
         row = {"ms_per_step": 100.0 / task.world, "all_ms": [], "tokens": 1000, "peak_mib": 10.0, "seconds": 0.0}

@@ -335,7 +335,7 @@ def normed_product(
     x_BD: Tensor, norm_D: Tensor, eps: float, weight: PackedWeight, y_BR: Tensor, scaled: Scaled | None = None
 ) -> None:
     """y = RMSNorm(x) W^T: the queries, keys and values of an attention layer, and the head's logits (fp32)."""
-    _normed_product(x_BD, norm_D, eps, weight, y_BR, _activation(weight, y_BR), scaled)
+    _normed_product(x_BD, norm_D, eps, weight, y_BR, weight.input_dtype(y_BR), scaled)
 
 
 def units(x_BD: Tensor, weights: FeedForwardWeights, eps: float, h_BN: Tensor, scaled: Scaled | None = None) -> None:
@@ -411,13 +411,6 @@ def advance(position_S: Tensor, slot_B: Tensor) -> None:
     assert slot_B.is_contiguous()
     grid = (triton.cdiv(batch, _ADVANCE),)
     advance_kernel[grid](position_S, slot_B, batch, BATCH=_ADVANCE, **_launch(slot_B.device, 4))
-
-
-def _activation(weight: PackedWeight, result: Tensor) -> torch.dtype:
-    """The dtype in which a product takes its inputs: the weight's; of a quantised one the result's, or bf16."""
-    if weight.scale_R is None:
-        return weight.values_RI.dtype
-    return result.dtype if result.dtype != torch.float32 else torch.bfloat16
 
 
 def _chosen(weight: PackedWeight, batch: int, dtype: torch.dtype, units: bool = False) -> Launch | None:

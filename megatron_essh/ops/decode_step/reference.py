@@ -30,7 +30,7 @@ def normed_product(
     x_BD: Tensor, norm_D: Tensor, eps: float, weight: PackedWeight, y_BR: Tensor, scaled: Scaled | None = None
 ) -> None:
     """y = RMSNorm(x) W^T: the queries, keys and values of an attention layer, and the head's logits (fp32)."""
-    y_BR.copy_(_product(_normed(x_BD, norm_D, eps, _activations(weight, y_BR)), weight))
+    y_BR.copy_(_product(_normed(x_BD, norm_D, eps, weight.input_dtype(y_BR)), weight))
 
 
 def add_product(
@@ -133,13 +133,6 @@ def _product(x_BI: Tensor, weight: PackedWeight) -> Tensor:
     """fp32 [B, R] of inputs and weights as they are rounded, summed in fp32."""
     y_BR = x_BI.float() @ weight.values_RI.float().T
     return y_BR if weight.scale_R is None else y_BR * weight.scale_R
-
-
-def _activations(weight: PackedWeight, result: Tensor) -> torch.dtype:
-    """The dtype in which a product takes its inputs: the weight's; of a quantised one the result's, or bf16."""
-    if weight.scale_R is None:
-        return weight.values_RI.dtype
-    return result.dtype if result.dtype != torch.float32 else torch.bfloat16
 
 
 def _rotated(x_BHE: Tensor, cos_B1E: Tensor, sin_B1E: Tensor) -> Tensor:

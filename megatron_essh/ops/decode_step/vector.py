@@ -335,13 +335,6 @@ def _stored(weight: PackedWeight) -> Tensor:
     return values_RI.view(torch.uint8) if values_RI.dtype == torch.float8_e4m3fn else values_RI
 
 
-def _activation(weight: PackedWeight, result: Tensor) -> Any:
-    """The type in which a product takes its inputs: the weight's; of a quantised one the result's, or bf16."""
-    if weight.scale_R is None:
-        return _ELEMENTS[weight.values_RI.dtype]
-    return _ELEMENTS[result.dtype if result.dtype != torch.float32 else torch.bfloat16]
-
-
 def _check(weight: PackedWeight, *others: Tensor) -> None:
     """Kernels count on what packed weights and step buffers are: contiguous."""
     assert weight.values_RI.is_contiguous()
@@ -362,7 +355,7 @@ def normed_product(
     x_BD: Tensor, norm_D: Tensor, eps: float, weight: PackedWeight, y_BR: Tensor, scaled: Scaled | None = None
 ) -> None:
     """y = RMSNorm(x) W^T: the queries, keys and values of an attention layer, and the head's logits (fp32)."""
-    _normed_product(x_BD, norm_D, eps, weight, y_BR, _activation(weight, y_BR), units=False)
+    _normed_product(x_BD, norm_D, eps, weight, y_BR, _ELEMENTS[weight.input_dtype(y_BR)], units=False)
 
 
 def units(x_BD: Tensor, weights: FeedForwardWeights, eps: float, h_BN: Tensor, scaled: Scaled | None = None) -> None:

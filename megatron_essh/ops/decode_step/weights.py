@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 TABLES = ("write_bias", "read_bias", "clock_bias", "gamma", "cos", "sin", "kc", "ks", "zero_lag")
@@ -32,6 +33,12 @@ class PackedWeight:
     @property
     def inputs(self) -> int:
         return self.values_RI.shape[1]
+
+    def input_dtype(self, result: Tensor) -> torch.dtype:
+        """In which a product takes its inputs: the weight's; of a quantised one the result's, or bf16."""
+        if self.scale_R is None:
+            return self.values_RI.dtype
+        return result.dtype if result.dtype != torch.float32 else torch.bfloat16
 
     def nbytes(self) -> int:
         """Bytes that one step reads of it."""
