@@ -259,8 +259,7 @@ class _Steps:
         own = model.init_state(case.batch, capacity, max_length=case.length, dtype=dtype)
         with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
             model.prefill(tokens_BT[:, : case.prompt], own, capacity)
-        for slot in range(case.batch):
-            put(state, slot, own, slot)
+        put(state, torch.arange(case.batch, device=device), own)
         slot_B.copy_(torch.arange(case.batch, dtype=torch.int32))
 
     def next(self, start: int, stop: int) -> Tensor:

@@ -13,11 +13,13 @@ A token whose weight rounds to zero, 2^-46 of the most probable one's, is never 
 
 from __future__ import annotations
 
+import struct
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_essh.inference.recordings import send
 from megatron_essh.inference.sampling import SamplingConfig, penalised
 from megatron_essh.ops.selection import lowest_needed
 
@@ -161,53 +163,51 @@ class SlotSampling:
     """How each slot's sequence is sampled, and what it has come to. A row past the last slot is that of idle rows."""
 
     def __init__(self, slots: int, entries: int, device: torch.device, real_V: Tensor | None = None) -> None:
-        def table(fill: float, dtype: torch.dtype) -> Tensor:
-            return torch.full((slots + 1,), fill, dtype=dtype, device=device)
-
         self._slots, self._entries = slots, entries
         self._real_V = None if real_V is None else real_V.to(device)
-        self._temperature_S = table(0.0, torch.float64)
-        self._top_k_S = table(entries, torch.int64)
-        self._top_p_S = table(1.0, torch.float64)
-        self._min_p_S = table(0.0, torch.float64)
-        self._penalty_S = table(1.0, torch.float32)
-        self._seed_S = table(0, torch.int64)
+        idle = torch.tensor(self._bits(SamplingConfig(temperature=0.0), 0), device=device)
+        self._settings_S6 = idle.repeat(slots + 1, 1)
+        """int64: the bits of temperature, top-p, min-p and repetition penalty, all float64; top-k; the seed."""
         # One of the host's would be waited for, and cannot be recorded.
         self._true = torch.ones((), dtype=torch.bool, device=device)
-        self.token_S = table(0, torch.int64)
+        self.token_S = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         """The last token of each slot's sequence, which the next step takes in."""
         self.seen_SV = torch.zeros(slots + 1, entries, dtype=torch.bool, device=device)
         """The tokens of each slot's sequence."""
 
     def nbytes(self) -> int:
         """Bytes of all tables."""
-        return sum(t.numel() * t.element_size() for t in [*self._settings(), self.token_S, self.seen_SV])
+        return sum(t.numel() * t.element_size() for t in (self._settings_S6, self.token_S, self.seen_SV))
 
-    def _settings(self) -> list[Tensor]:
-        return [self._temperature_S, self._top_k_S, self._top_p_S, self._min_p_S, self._penalty_S, self._seed_S]
+    def _bits(self, config: SamplingConfig, seed: int) -> tuple[int, ...]:
+        fractions = (config.temperature, config.top_p, config.min_p, config.repetition_penalty)
+        top_k = min(config.top_k or self._entries, self._entries)
+        return struct.unpack("=6q", struct.pack("=4d2q", *fractions, top_k, seed))
 
     def set(self, slot: int, config: SamplingConfig, seed: int) -> None:
-        """Settings and seed of a slot's draws."""
-        values = (
-            config.temperature,
-            min(config.top_k or self._entries, self._entries),
-            config.top_p,
-            config.min_p,
-            config.repetition_penalty,
-            seed,
-        )
-        for table_S, value in zip(self._settings(), values, strict=True):
-            table_S[slot] = value
+        """Settings and seed of a slot's draws. Does not wait for the device."""
+        send(self._bits(config, seed), self._settings_S6[slot])
 
-    def begin(self, slot: int, tokens_T: Tensor) -> None:
-        """The tokens of the slot's sequence; the last one is yet to be taken in."""
-        self.token_S[slot] = tokens_T[-1]
-        self.seen_SV[slot] = False
-        self.seen_SV[slot, tokens_T] = self._true
+    def begin(self, slot_1: Tensor, tokens_T: Tensor) -> None:
+        """The tokens of a slot's sequence, whose last one is yet to be taken in. Nothing is read on the host.
+
+        Args:
+            slot_1: int64 [1], on the device.
+            tokens_T: int64 [T].
+        """
+        seen_V = torch.zeros_like(self.seen_SV[0]).index_fill_(0, tokens_T, True)
+        self.seen_SV.index_copy_(0, slot_1, seen_V[None])
+        self.token_S.index_copy_(0, slot_1, tokens_T[-1:])
+
+    def force(self, slot: int, token: int) -> None:
+        """The slot's last token; the one that it replaces stays among the seen ones. Does not wait for the device."""
+        # Assigned to one element, a number of the host's would be copied and waited for.
+        self.token_S[slot].fill_(token)
+        self.seen_SV[slot, token].fill_(True)
 
     def copy(self, source: int, target: int) -> None:
         """Make `target`'s sequence, settings and seed those of `source`."""
-        for table_S in [*self._settings(), self.token_S, self.seen_SV]:
+        for table_S in (self._settings_S6, self.token_S, self.seen_SV):
             table_S[target] = table_S[source]
 
     def row_of(self, slot_B: Tensor) -> Tensor:
@@ -224,10 +224,12 @@ class SlotSampling:
         The position that the uniform number is of is the new token's own: the number of tokens before it.
         """
         row_B = self.row_of(slot_B)
-        temperature_B, top_k_B, top_p_B, min_p_B, penalty_B, seed_B = (t[row_B] for t in self._settings())
+        settings_B6 = self._settings_S6[row_B]
+        temperature_B, top_p_B, min_p_B, penalty_B = settings_B6[:, :4].view(torch.float64).unbind(1)
+        top_k_B, seed_B = settings_B6[:, 4:].unbind(1)
         token_B = draw_rows(
             logits_BV,
-            RowSettings(temperature_B, top_k_B, top_p_B, min_p_B, penalty_B),
+            RowSettings(temperature_B, top_k_B, top_p_B, min_p_B, penalty_B.float()),
             uniform(seed_B, position_S[slot_B.clamp_min(0).long()]),
             needs,
             real_V=self._real_V,

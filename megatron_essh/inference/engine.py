@@ -5,15 +5,16 @@ and positions. Logits are alike in every batch but for rounding: in fp32 that ha
 bits it can where two tokens are close. What the sequences are for, and when they end, is the caller's business.
 
 On a GPU a step is recorded once for each batch class (1, 2, 4, ... rows and the number of slots), its draws once for
-each class and kind of draw; sequences come and go in the tensors that the recordings read.
+each class and kind of draw, the taking in of a prompt once for each length class; sequences come and go in the tensors
+that the recordings read. What comes but once is not recorded (see `recordings`).
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -21,8 +22,10 @@ from torch import Tensor
 from megatron_essh.elastic.capacity import Capacity, full_capacity
 from megatron_essh.errors import UserError
 from megatron_essh.inference.device_sampling import NOT_FINITE, Needs, SlotSampling
-from megatron_essh.inference.packing import copy_slot, new_decode_state, pack_model, put, reading, take
+from megatron_essh.inference.packing import copy_slot, fingerprint, new_decode_state, pack_model, put, take
+from megatron_essh.inference.prefill import Prefill
 from megatron_essh.inference.quantization import Quantization
+from megatron_essh.inference.recordings import Recordings, send
 from megatron_essh.inference.sampling import SamplingConfig
 from megatron_essh.inference.step import StepBuffers, run
 from megatron_essh.model.language_model import LanguageModel
@@ -42,6 +45,8 @@ class SavedSequence:
     """bool, the tokens of its text and prompt."""
     sampling: SamplingConfig
     seed: int
+    model: str
+    """The `fingerprint` of what it was decoded with."""
 
 
 class Drawn:
@@ -103,7 +108,7 @@ class Engine:
             quantization: of the packed weights; prompts read the model's own.
             max_length: tokens a sequence may reach; needed where the window is the whole input, else ignored.
             real_V: bool [V], False for entries that are never drawn. None: all may be.
-            graphs: record steps on a GPU; False launches every kernel by itself.
+            graphs: record steps and prompts on a GPU; False launches every kernel by itself.
 
         Raises:
             UserError: as `pack_model` and `new_decode_state`; a `real_V` that is none.
@@ -129,10 +134,18 @@ class Engine:
         self._slot_B = torch.full((slots,), -1, dtype=torch.int32, device=device)
         self._rows: tuple[int, ...] = ()
         """The slots that `_slot_B` names, idle rows included."""
-        self._graphs = graphs and device.type == "cuda"
-        self._recorded: dict[tuple[int, Needs | None], torch.cuda.CUDAGraph] = {}
-        self._pool = torch.cuda.graph_pool_handle() if self._graphs else None
         self._stepped = 0
+        self._recordings = Recordings(device, enabled=graphs)
+        self._prefill = Prefill(
+            model,
+            self.capacity,
+            self.weights,
+            self.state,
+            self._sampling,
+            self._recordings,
+            dtype=dtype,
+            max_length=max_length,
+        )
 
     @property
     def live(self) -> list[int]:
@@ -153,6 +166,11 @@ class Engine:
         """Bytes of states, tables and buffers, weights left out."""
         return sum(self.state.nbytes()) + self._sampling.nbytes() + self._buffers.nbytes()
 
+    @property
+    def recordings(self) -> int:
+        """How many CUDA graphs there are: of steps, draws and prompts."""
+        return len(self._recordings)
+
     def taken(self, slot: int) -> int:
         """Tokens that the slot's sequence has taken in."""
         return self._sequence(slot).taken
@@ -160,6 +178,8 @@ class Engine:
     @torch.no_grad()
     def add(self, prompt: Sequence[int], sampling: SamplingConfig = GREEDY, seed: int = 0) -> int:
         """Take in all of a prompt but its last token, which the first step does; the slot that it got.
+
+        Does not wait for the device, but where a length class's second prompt is recorded.
 
         Raises:
             UserError: an empty prompt, one of more than `max_length` tokens, an id outside the vocabulary, an
@@ -169,16 +189,7 @@ class Engine:
         check_seed(seed)
         self._check_room(len(prompt))
         slot = self._free_slot()
-        tokens_T, device = self._sent(prompt, torch.int64), self.model.device
-        with (
-            reading(self.model, self.weights) if device.type == "cuda" else nullcontext(),
-            torch.autocast(device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16),
-        ):
-            state = self.model.take_in(
-                tokens_T[None, :-1], self.capacity, max_length=self._max_length, dtype=self.dtype
-            )
-        put(self.state, slot, state)
-        self._sampling.begin(slot, tokens_T)
+        self._prefill(slot, prompt)
         self._settle(slot, _Live(sampling, seed, len(prompt) - 1))
         return slot
 
@@ -220,6 +231,7 @@ class Engine:
             self._sampling.seen_SV[slot].clone().cpu(),
             sequence.sampling,
             sequence.seed,
+            self._fingerprint,
         )
 
     @torch.no_grad()
@@ -227,7 +239,7 @@ class Engine:
         """Take in a saved sequence, which goes on as the one that was saved; the slot that it got.
 
         Raises:
-            UserError: it was saved by an engine of other sizes, or there is no free slot.
+            UserError: it was saved by an engine of other sizes, of another model or capacity, or there is no free slot.
         """
         own = self.model.init_state(1, self.capacity, max_length=self._max_length, dtype=self.dtype)
         for part in ("spectral", "keys", "values"):
@@ -239,10 +251,12 @@ class Engine:
             raise UserError(
                 f"saved sequence: of a vocabulary of {len(saved.seen_V)} entries; this model's has {entries}"
             )
+        if saved.model != self._fingerprint:
+            raise UserError("saved sequence: of another model than this engine's, or of another capacity of it")
         slot = self._free_slot()
-        put(self.state, slot, saved.state)
-        self._sampling.token_S[slot] = saved.token
-        self._sampling.seen_SV[slot] = saved.seen_V.to(self._sampling.seen_SV.device)
+        put(self.state, torch.tensor([slot], device=self.model.device), saved.state)
+        self._sampling.seen_SV[slot].copy_(saved.seen_V)
+        self._sampling.token_S[slot].fill_(saved.token)
         self._settle(slot, _Live(saved.sampling, saved.seed, int(saved.state.position_B)))
         return slot
 
@@ -256,12 +270,13 @@ class Engine:
         """
         self._sequence(slot)
         check_prompt([token], self.model.config.vocab_size)
-        self._sampling.token_S[slot] = token
-        self._sampling.seen_SV[slot, token] = True
+        self._sampling.force(slot, token)
 
     @torch.no_grad()
     def step(self, slots: Sequence[int]) -> Drawn:
-        """Take in the last token of each slot's sequence and draw the next. Does not wait for the device.
+        """Take in the last token of each slot's sequence and draw the next.
+
+        Does not wait for the device, but where a batch class's second step or draw is recorded.
 
         Raises:
             UserError: no slot, one named twice or without a sequence, a sequence that would outgrow `max_length`.
@@ -270,12 +285,11 @@ class Engine:
             raise UserError(f"step of slots {list(slots)}: name at least one, and each once")
         sequences = [self._sequence(slot) for slot in slots]
         self._check_room(1 + max(sequence.taken for sequence in sequences))
-        batch = self._class(len(slots)) if self._graphs else len(slots)
+        batch = self._class(len(slots)) if self._recordings.enabled else len(slots)
         needs = Needs.of([sequence.sampling for sequence in sequences])
-        self._ready(batch, needs)
         self._name(slots, batch)
-        self._run(batch, None)
-        self._run(batch, needs)
+        self._recordings.run(("step", batch), lambda: self._step(batch))
+        self._recordings.run(("draw", batch, needs), lambda: self._draw(batch, needs))
         for sequence in sequences:
             sequence.taken += 1
         self._stepped = len(slots)
@@ -287,13 +301,8 @@ class Engine:
     def _name(self, slots: Sequence[int], batch: int) -> None:
         rows = (*slots, *[-1] * (batch - len(slots)))
         if rows != self._rows:
-            self._slot_B[:batch] = self._sent(rows, torch.int32)
+            send(rows, self._slot_B[:batch])
             self._rows = rows
-
-    def _sent(self, numbers: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The numbers on their way to the device, which is not waited for."""
-        device = self.model.device
-        return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
     def _step(self, batch: int) -> None:
         slot_B, token_B = self._slot_B[:batch], self._token_B[:batch]
@@ -306,35 +315,9 @@ class Engine:
         )
         self._drawn_B[:batch].copy_(drawn_B)
 
-    def _work(self, batch: int, needs: Needs | None) -> Callable[[], None]:
-        """A step without its draws (`needs` None), or the draws alone."""
-        return (lambda: self._step(batch)) if needs is None else (lambda: self._draw(batch, needs))
-
-    def _run(self, batch: int, needs: Needs | None) -> None:
-        if self._graphs:
-            self._recorded[batch, needs].replay()
-        else:
-            self._work(batch, needs)()
-
-    def _ready(self, batch: int, needs: Needs) -> None:
-        """Record what is not yet recorded. It runs once before, on idle rows: kernels are compiled, nothing changes."""
-        if not self._graphs:
-            return
-        for kind in (None, needs):
-            if (batch, kind) in self._recorded:
-                continue
-            self._name([], batch)
-            work = self._work(batch, kind)
-            aside = torch.cuda.Stream(self.model.device)
-            aside.wait_stream(torch.cuda.current_stream(self.model.device))
-            with torch.cuda.stream(aside):
-                work()
-            torch.cuda.current_stream(self.model.device).wait_stream(aside)
-            graph = torch.cuda.CUDAGraph()
-            # One pool for all: recordings run one after another, and leave what they give outside of it.
-            with torch.cuda.graph(graph, pool=self._pool):
-                work()
-            self._recorded[batch, kind] = graph
+    @cached_property
+    def _fingerprint(self) -> str:
+        return fingerprint(self.weights)
 
     def _sequence(self, slot: int) -> _Live:
         if slot not in self._live:

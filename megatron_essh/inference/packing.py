@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 
 import torch
 from torch import Tensor
@@ -24,12 +25,16 @@ from megatron_essh.model.mixer import SpectralMixer
 from megatron_essh.model.state import ModelState
 from megatron_essh.ops.decode_step.state import DecodeState
 from megatron_essh.ops.decode_step.weights import (
+    TABLES,
     AttentionWeights,
     DecodeWeights,
     FeedForwardWeights,
     PackedWeight,
     SpectralWeights,
 )
+
+FINGERPRINT_ROWS = 8
+"""Of the embedding."""
 
 
 @torch.no_grad()
@@ -157,6 +162,31 @@ def _as_stored(model: LanguageModel, weights: DecodeWeights) -> list[tuple[Tenso
     ]
 
 
+@torch.no_grad()
+def fingerprint(weights: DecodeWeights) -> str:
+    """Of the model and capacity that were packed, whatever the dtype, the quantisation and the device.
+
+    Of norms, biases, readouts and the embedding's first rows, by whose bits trained models differ; not of all weights.
+    Waits for the device.
+    """
+    # Copies of parameters: what a device computes of them may differ in its last bits.
+    copied = [TABLES.index(name) for name in ("write_bias", "read_bias", "clock_bias", "kc", "ks")]
+    numbers: list[object] = [weights.eps, weights.rope_base, weights.head_dim]
+    parts = [weights.final_norm_D, weights.embedding_VD[:FINGERPRINT_ROWS].bfloat16().float()]
+    for mixer, feed_forward in zip(weights.mixers, weights.feed_forwards, strict=True):
+        parts += [mixer.norm_D, feed_forward.norm_D]
+        if isinstance(mixer, SpectralWeights):
+            parts.append(mixer.tables_KTM[:, copied])
+            numbers.append(mixer.neutral_gates)
+        else:
+            numbers.append(mixer.heads)
+        numbers.append(feed_forward.down.inputs)
+    found = sha256(repr(numbers).encode())
+    for part in parts:
+        found.update(part.cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
 def _fp32(parameter: Tensor) -> Tensor:
     return parameter.detach().float().contiguous()
 
@@ -231,17 +261,24 @@ def new_decode_state(
         ) from None
 
 
-def put(state: DecodeState, slot: int, given: ModelState, row: int = 0) -> None:
-    """Make sequence `row` of a model's state the sequence of `slot`; what the slot held is gone.
+def put(state: DecodeState, slot_B: Tensor, given: ModelState) -> None:
+    """Make the sequences of a model's state those of the slots `slot_B`; what the slots held is gone.
 
-    The rings of both are of one length. Copies on the device, without waiting for it.
+    Nothing is read on the host; of a state on the same device nothing waits for it.
+
+    Args:
+        slot_B: int64 [B] on the device, no two alike.
+        given: of B sequences, its rings of the same length.
     """
-    for layer, spectral in enumerate(given.spectral):
-        state.spectral_LSKM2P[layer, slot] = spectral[row]
-    for layer, (keys, values) in enumerate(zip(given.keys, given.values, strict=True)):
-        state.keys_LSHWE[layer, slot] = keys[row].transpose(0, 1)
-        state.values_LSHWE[layer, slot] = values[row].transpose(0, 1)
-    state.position_S[slot] = given.position_B[row]
+    parts = (
+        (state.spectral_LSKM2P, given.spectral),
+        (state.keys_LSHWE, [keys_BWHE.transpose(1, 2) for keys_BWHE in given.keys]),
+        (state.values_LSHWE, [values_BWHE.transpose(1, 2) for values_BWHE in given.values]),
+    )
+    for slots_LS, layers in parts:
+        if layers:
+            slots_LS.index_copy_(1, slot_B, torch.stack(layers).to(slots_LS))
+    state.position_S.index_copy_(0, slot_B, given.position_B.to(state.position_S))
 
 
 def take(state: DecodeState, slot: int) -> ModelState:

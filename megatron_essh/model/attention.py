@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_essh.config import ModelConfig
-from megatron_essh.model.state import OrderedUpdate, RingUpdate
+from megatron_essh.model.state import OrderedUpdate, PaddedStart, RingUpdate
 from megatron_essh.ops.linear import linear, linear_input_major
 from megatron_essh.ops.rotary import rotate_qkv
 from megatron_essh.ops.window_attention import DocumentSpans, window_attention
@@ -63,7 +63,7 @@ class WindowAttention(nn.Module):
         table: tuple[Tensor, Tensor],
         keys_BWHD: Tensor,
         values_BWHD: Tensor,
-        ring: RingUpdate | OrderedUpdate,
+        ring: RingUpdate | OrderedUpdate | PaddedStart,
     ) -> Tensor:
         """Tokens that continue the sequences whose keys and values are given; both are updated in place."""
         q, k, v = self._project(u_BTD, table)

@@ -20,7 +20,16 @@ from megatron_essh.model.attention import rotary_table
 from megatron_essh.model.block import Block, WholePass, normed
 from megatron_essh.model.partition import Whole
 from megatron_essh.model.prefix import GradientScale
-from megatron_essh.model.state import ModelState, OrderedUpdate, RingUpdate, advance, advance_together, common_start
+from megatron_essh.model.state import (
+    ModelState,
+    OrderedUpdate,
+    PaddedStart,
+    RingUpdate,
+    advance,
+    advance_together,
+    common_start,
+    start_padded,
+)
 from megatron_essh.ops.window_attention import document_spans
 
 PREFILL_SEGMENT = 2048
@@ -225,16 +234,27 @@ class LanguageModel(nn.Module):
         tokens_BT: Tensor,
         capacity: Capacity | None = None,
         *,
+        count_B: Tensor | None = None,
         max_length: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> ModelState:
-        """The state after prompts without pads that begin their sequences: `init_state` and `prefill` without logits.
+        """The state after prompts that begin their sequences: `init_state` and `prefill` without logits.
 
-        On a GPU nothing waits for the device. The arguments are `init_state`'s.
+        On a GPU nothing waits for the device. The other arguments are `init_state`'s.
+
+        Args:
+            count_B: int64 [B] tokens of each prompt, from none to all; what stands behind them are pads, which touch no
+                state. The whole runs as one segment, and nothing is read on the host: one CUDA graph serves all counts,
+                and nobody checks them against `max_length`. None: there are no pads.
         """
         state = self.init_state(len(tokens_BT), capacity, max_length=max_length, dtype=dtype)
+        capacity = self._continuing(state, capacity)
+        if count_B is not None:
+            ring, valid_BT = start_padded(state, count_B, tokens_BT.shape[1])
+            self._through(tokens_BT, state, capacity, valid_BT, ring)
+            return state
         position = 0 if tokens_BT.is_cuda else None
-        for _ in self._segments(tokens_BT, state, self._continuing(state, capacity), None, None, position):
+        for _ in self._segments(tokens_BT, state, capacity, None, None, position):
             pass
         return state
 
@@ -297,6 +317,17 @@ class LanguageModel(nn.Module):
             ring: RingUpdate | OrderedUpdate = advance_together(state, position, tokens_BT.shape[1])
         else:
             ring = advance(state, torch.ones_like(tokens_BT, dtype=torch.bool) if valid_BT is None else valid_BT)
+        return self._through(tokens_BT, state, capacity, valid_BT, ring)
+
+    def _through(
+        self,
+        tokens_BT: Tensor,
+        state: ModelState,
+        capacity: Capacity,
+        valid_BT: Tensor | None,
+        ring: RingUpdate | OrderedUpdate | PaddedStart,
+    ) -> Tensor:
+        """Hidden states of tokens that stand where `ring` says; the spectral states and the rings move on with them."""
         table = self._rotary(ring.position)
         x_BTD, branch_BTD = self.embedding(tokens_BT), None
         spectral = attending = 0

@@ -113,6 +113,30 @@ class OrderedUpdate:
             place += taken
 
 
+@dataclass(frozen=True)
+class PaddedStart:
+    """The same for sequences that begin with this call and end in pads: the device alone knows how long they are."""
+
+    position: Tensor
+    """int64 [T] position of each token, the same in every sequence, for its rotary angle."""
+    place_BW: Tensor
+    """int64 place in this call of the token that each ring slot keeps; 0 where the slot stays empty."""
+    empty_BW: Tensor
+    """bool."""
+    q_position_BT: None = None
+    """Attention needs no positions: no token sees the pads, which come after it."""
+    k_position_BS: None = None
+
+    def seen(self, ring_BWHD: Tensor, new_BTHD: Tensor) -> Tensor:
+        """The keys, or values, that attention is given: the new ones, since the ring is empty."""
+        return new_BTHD
+
+    def write(self, ring_BWHD: Tensor, new_BTHD: Tensor) -> None:
+        """Put the last of the new keys, or values, into the ring, and zeros where there are none."""
+        kept_BWHD = torch.take_along_dim(new_BTHD, self.place_BW[..., None, None], dim=1)
+        ring_BWHD.copy_(kept_BWHD.masked_fill(self.empty_BW[..., None, None], 0))
+
+
 def _slots(first: int, end: int, window: int) -> list[slice]:
     """The ring slots of positions first to end - 1, at most W of them, as ranges in the order of the positions."""
     if first >= end or window == 0:
@@ -150,6 +174,21 @@ def advance_together(state: ModelState, start: int, length: int) -> OrderedUpdat
     update.write(state.key_position_BW, position_T.expand(len(state.position_B), -1))
     state.position_B = state.position_B + length
     return update
+
+
+def start_padded(state: ModelState, count_B: Tensor, length: int) -> tuple[PaddedStart, Tensor]:
+    """`advance` for sequences that begin with a call of `length` places, the first `count_B` of which are no pads.
+
+    Waits for no device. Returns the update and valid_BT, True where there is no pad.
+    """
+    window, device = state.key_position_BW.shape[1], count_B.device
+    position_T = torch.arange(length, device=device)
+    last_B1 = count_B[:, None] - 1
+    # The last position that falls on each slot; below 0 where none does.
+    kept_BW = last_B1 - (last_B1 - torch.arange(window, device=device)) % max(window, 1)
+    state.key_position_BW = kept_BW.clamp_min(-1)
+    state.position_B = count_B.clone()
+    return PaddedStart(position_T, kept_BW.clamp_min(0), kept_BW < 0), position_T < count_B[:, None]
 
 
 def common_start(state: ModelState, valid_BT: Tensor | None) -> int | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from megatron_essh.inference import device_sampling
 from megatron_essh.inference.device_sampling import (
     NOT_FINITE,
     Needs,
@@ -184,11 +186,53 @@ def test_uniform_numbers_are_even_and_of_neighbouring_seeds_and_positions_unrela
     assert numbers.flatten().unique().numel() == 160_000
 
 
+@given(config=CONFIGS, seed=st.integers(0, 2**63 - 1), number=st.floats(0.0, 5.0, exclude_min=True))
+@settings(max_examples=100, deadline=None)
+def test_a_slot_draws_by_the_very_settings_it_was_given(config, seed, number):
+    config = replace(config, temperature=number)
+    given = []
+
+    def recording(logits_BV, settings, uniform_B, needs, **rest):
+        given.append((settings, uniform_B))
+        return torch.zeros(len(logits_BV), dtype=torch.int64)
+
+    sampling = SlotSampling(2, 264, torch.device("cpu"))
+    sampling.set(1, config, seed)
+    sampling.set(0, SamplingConfig(temperature=9.0, top_k=2, top_p=0.5), 77)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_sampling, "draw_rows", recording)
+        slots, positions = torch.tensor([-1, 1, 0], dtype=torch.int32), torch.tensor([3, 8])
+        sampling.draw(torch.zeros(3, 264), slots, positions, Needs(True, True, True))
+    ((found, uniform_B),) = given
+    expected = rows_of([SamplingConfig(temperature=0.0), config, SamplingConfig(temperature=9.0, top_k=2, top_p=0.5)])
+    for name, actual, wanted in zip(RowSettings._fields, found, expected, strict=True):
+        assert actual.dtype == wanted.dtype, name
+        assert torch.equal(actual.clamp_max(264), wanted.clamp_max(264)), name
+    assert uniform_B[1] == uniform(torch.tensor([seed]), torch.tensor([8]))
+    assert uniform_B[2] == uniform(torch.tensor([77]), torch.tensor([3]))
+
+
+def test_a_copied_slot_draws_as_its_source(device):
+    sampling = SlotSampling(3, 20, torch.device(device))
+    sampling.set(0, SamplingConfig(temperature=1.7, repetition_penalty=3.0), seed=5)
+    sampling.begin(torch.tensor([0], device=device), torch.tensor([4, 9, 4], device=device))
+    sampling.copy(0, 2)
+    logits = torch.linspace(-1, 1, 20, device=device).expand(2, 20).contiguous()
+    drawn = []
+    for position in range(30):
+        positions = torch.full((3,), position, device=device)
+        slots = torch.tensor([0, 2], dtype=torch.int32, device=device)
+        drawn.append(sampling.draw(logits, slots, positions, Needs(True, True, True)).tolist())
+    assert all(first == second for first, second in drawn)
+    assert torch.equal(sampling.seen_SV[0], sampling.seen_SV[2])
+    assert {4, 9} <= set(sampling.seen_SV[2].nonzero().flatten().tolist())
+
+
 def test_idle_rows_change_no_slot(device):
     sampling = SlotSampling(3, 20, torch.device(device))
     for slot in range(3):
         sampling.set(slot, SamplingConfig(temperature=0.8, top_k=5), seed=slot)
-        sampling.begin(slot, torch.tensor([slot + 1, slot + 2], device=device))
+        sampling.begin(torch.tensor([slot], device=device), torch.tensor([slot + 1, slot + 2], device=device))
     before = sampling.token_S[:3].tolist(), sampling.seen_SV[:3].clone()
     slots = torch.tensor([-1, 1, -1, -1], dtype=torch.int32, device=device)
     logits = torch.full((4, 20), torch.nan, device=device)
