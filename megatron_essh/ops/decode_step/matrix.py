@@ -1,9 +1,9 @@
 """The stages of a decode step for any number of rows: weights meet all rows in matrix units.
 
-Two forms of a product. Quantised weights, and 16-bit ones where it is faster, go through a kernel of our own, which
+Three forms of a product. Quantised weights, and 16-bit ones where it is faster, go through a kernel of our own, which
 takes a tile of weight rows, dequantises it on the way and does what comes after the product itself: SwiGLU, the
 residual stream. All other weights go through cuBLAS, with kernels around it. `product_launch` says which, and with what
-tiles.
+tiles. Large 16-bit weights of up to 16 rows go through `streamed` where it can be built.
 
 A norm has no kernel of its own where our kernel is on both sides of it: who adds to the residual stream leaves it times
 the norm's weights and each tile's sums of squares (`Scaled`), and the norm's scale is applied to the sums of the
@@ -31,6 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_essh.ops import tuning
+from megatron_essh.ops.decode_step import streamed
 from megatron_essh.ops.decode_step.ring_attention import attend
 from megatron_essh.ops.decode_step.state import Scaled
 from megatron_essh.ops.decode_step.vector import (
@@ -328,7 +329,7 @@ def product_launch(
     splits = max(1, min(_PROGRAMS // (tiles * triton.cdiv(batch, taken)), inputs // 512, _MOST_SPLITS))
     blocks = triton.cdiv(inputs, columns * splits)
     splits = triton.cdiv(inputs, columns * blocks)
-    return Launch(_TILE_ROWS, taken, columns, splits, 4, 3 if splits == 1 else 4)
+    return Launch(_TILE_ROWS, taken, columns, splits, 4, 3 if splits == 1 else 6 if taken == 16 else 4)
 
 
 def normed_product(
@@ -500,8 +501,14 @@ def _launch_product(
     norm_D: Tensor | None = None,
     leaves: Scaled | None = None,
 ) -> None:
-    """See `product_kernel`. stream: the residual stream that is read or written, whose counters the launch takes."""
+    """See `product_kernel`; where `streamed` is faster, it is that one.
+
+    stream: the residual stream that is read or written, whose counters the launch takes.
+    """
     assert all(tensor.is_contiguous() for tensor in (x_BI, weight.values_RI, y_BR))
+    if add is None and streamed.worthwhile(x_BI, weight, units=units):
+        streamed.product(x_BI, weight, y_BR, units=units, squares_TB=squares_TB, eps=eps)
+        return
     batch = x_BI.shape[0]
     share = triton.cdiv(weight.inputs, launch.columns * launch.splits) * launch.columns
     assert share * (launch.splits - 1) < weight.inputs, f"{launch} leaves a program none of {weight.inputs} inputs"
