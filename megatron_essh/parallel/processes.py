@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron_essh.config import ParallelConfig
 from megatron_essh.device import pick_device
 from megatron_essh.errors import UserError
+from megatron_essh.parallel.meeting import meet
 from megatron_essh.parallel.mesh import Mesh
 from megatron_essh.parallel.watch import RankWatch
 
@@ -39,29 +40,27 @@ def open_mesh(config: ParallelConfig, device: Literal["auto", "cpu", "cuda"]) ->
     world = _number("WORLD_SIZE", 1)
     if world < 1:
         raise UserError(f"WORLD_SIZE is {world}, and a run has at least one process; {HOW}")
+    if not os.environ.get("WORLD_SIZE") and os.environ.get("RANK"):
+        raise UserError(f"RANK is {os.environ['RANK']}, and WORLD_SIZE is not set; set both or neither, or {HOW}")
+    rank = _number("RANK", 0 if world == 1 else None)
+    if rank >= world:  # nobody would ever answer it
+        raise UserError(f"RANK is {rank}, and WORLD_SIZE {world} has ranks 0 to {world - 1}; {HOW}")
     if world == 1:
         if config.tensor > 1:
             raise UserError(f"parallel.tensor is {config.tensor}, and this is one process; {HOW}, or set it to 1")
         yield Mesh.single(pick_device(device, "training.device:"))
         return
-    rank, local = _number("RANK", None), _number("LOCAL_RANK", None)
+    local = _number("LOCAL_RANK", None)
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(name):
             raise UserError(f"WORLD_SIZE is {world}, and {name} is not set; {HOW}")
-    _number("MASTER_PORT", None)
-    if rank >= world:  # nobody would ever answer it
-        raise UserError(f"RANK is {rank}, and WORLD_SIZE {world} has ranks 0 to {world - 1}; {HOW}")
+    address, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT", None)
+    if not 1 <= port < 1 << 16:
+        raise UserError(f"MASTER_PORT is {port}, and ports are 1 to {(1 << 16) - 1}; {HOW}")
     place = _own_device(device, local)
     timeout = timedelta(seconds=config.timeout_seconds)
-    try:
-        store, rank, world = next(iter(dist.rendezvous("env://", timeout=timeout)))
-    except dist.DistError as error:
-        raise UserError(
-            f"rank {rank} did not meet all {world} ranks (WORLD_SIZE) at {os.environ['MASTER_ADDR']}:"
-            f"{os.environ['MASTER_PORT']} within parallel.timeout_seconds {config.timeout_seconds}; see that all are "
-            f"started and that the port is free and reachable ({str(error).splitlines()[0]})"
-        ) from error
-    watch = RankWatch(dist.PrefixStore("watch", store.clone()), rank, world, os.environ["MASTER_ADDR"], timeout)
+    store = meet(rank, world, address, port, config.timeout_seconds)
+    watch = RankWatch(dist.PrefixStore("watch", store), rank, world, address, timeout)
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo",

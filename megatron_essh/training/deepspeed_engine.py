@@ -20,7 +20,7 @@ from __future__ import annotations
 import gc
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,15 @@ from megatron_essh.model.language_model import LanguageModel
 from megatron_essh.parallel.dealing import deal_in_step
 from megatron_essh.parallel.mesh import Mesh
 from megatron_essh.training.engine import NativeEngine, Stage
-from megatron_essh.training.optimizer import MOMENTS
 from megatron_essh.training.step_sums import StepSums
-from megatron_essh.training.zero_shares import Share, find_shares, join_weights, optimized, publish_weights
+from megatron_essh.training.zero_shares import (
+    Share,
+    ShareState,
+    find_shares,
+    join_weights,
+    optimized,
+    publish_weights,
+)
 
 SETTINGS = Path(__file__).resolve().parents[2] / "configs" / "deepspeed"
 OURS = {
@@ -109,7 +115,9 @@ class DeepSpeedEngine(NativeEngine):
         if self.zero_stage:
             join_weights(self._zero, self.model, self.zero_stage, self.mesh)
             self._shares = find_shares(self._zero, self.model, self.zero_stage, self.mesh)
-            self.make_moments()
+            flats = optimized(self._zero, self.zero_stage)
+            self.state = ShareState(self.model, self.optimizer, self.statistics, self.mesh, self._shares, flats)
+            self.state.make_moments()
             told = [self.mesh.tp_rank == 0 or _is_sharded(p) for p in self.model.parameters()]
             self._speaks = torch.tensor(told, device=self.device)
 
@@ -253,22 +261,6 @@ class DeepSpeedEngine(NativeEngine):
 
     # -- ordering and evaluation ------------------------------------------------------------------------------------
 
-    def _unit_rows(self, name: str) -> list[Tensor]:
-        if self.zero_stage == 0:
-            return super()._unit_rows(name)
-        share = self._shares[name]
-        own = [share.weight, *(share.moment(self.optimizer, moment) for moment in MOMENTS)]
-        return [share.gather(run, self.mesh) for run in own]
-
-    def _put_unit_rows(self, name: str, rows: Sequence[Tensor], changed: Iterable[Tensor]) -> None:
-        if self.zero_stage == 0:
-            super()._put_unit_rows(name, rows, changed)
-            return
-        share = self._shares[name]
-        own = [share.weight, *(share.moment(self.optimizer, moment) for moment in MOMENTS)]
-        for run, new in zip(own, changed, strict=True):
-            run.copy_(new.reshape(-1)[share.start : share.end])
-
     def _weights_changed(self) -> None:
         if self.zero_stage:
             publish_weights(self._zero, self.zero_stage)
@@ -296,47 +288,12 @@ class DeepSpeedEngine(NativeEngine):
         if self.zero_stage < 3:  # in stage 3 no two replicas hold the same
             super().compare_replicas()
 
-    # -- what a resume needs ----------------------------------------------------------------------------------------
-
-    @property
-    def _optimized(self) -> list[Tensor]:
-        return optimized(self._zero, self.zero_stage) if self.zero_stage else super()._optimized
-
-    def _parameter_tensors(self) -> dict[str, Tensor]:
-        if self.zero_stage == 0:
-            return super()._parameter_tensors()
-        tensors = {f"model.{name}": share.weight for name, share in self._shares.items()}
-        for name, share in self._shares.items():
-            tensors.update({f"{moment}.{name}": share.moment(self.optimizer, moment) for moment in MOMENTS})
-        return tensors
-
-    def state_span(self, name: str) -> tuple[tuple[int, ...], int, int] | None:
-        share = self._shares.get(name.split(".", 1)[1])
-        return None if share is None else (share.shape, share.start, share.end)
-
-    def _gathered_state(self) -> dict[str, Tensor]:
-        state = super()._gathered_state()
-        for name, tensor in state.items():
-            share = self._shares.get(name.split(".", 1)[1])
-            if share is not None:
-                state[name] = share.gather(tensor, self.mesh)
-        return state
-
-    def _part(self, name: str, whole: Tensor, mine: Tensor) -> Tensor:
-        span = self.state_span(name)
-        if span is None:
-            return super()._part(name, whole, mine)
-        if whole.shape == mine.shape and whole.data_ptr() == mine.data_ptr():  # read into its very place
-            return mine
-        shape, start, end = span
-        return super()._part(name, whole, mine.new_empty(shape, device="meta")).reshape(-1)[start:end]
-
     def close(self) -> None:
         """End DeepSpeed's engine in order: without it a process may abort after its work is done."""
         self._deepspeed.destroy()
         self._shares, self._kept, self._root = {}, [], None  # type: ignore[assignment]
         self._deepspeed = None
-        del self.optimizer
+        del self.optimizer, self.state
         gc.collect()
         from deepspeed.utils import groups
 

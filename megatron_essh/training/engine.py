@@ -11,7 +11,7 @@ through one small exchange a step, and all of them decide by its result.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal
 
@@ -32,25 +32,17 @@ from megatron_essh.model.language_model import LanguageModel
 from megatron_essh.ops.linear import keep_gradients, refresh_copies
 from megatron_essh.parallel.dealing import check_batches, deal, slot_costs
 from megatron_essh.parallel.gradients import GradientBuckets
-from megatron_essh.parallel.interleave import Sharding, local_count
+from megatron_essh.parallel.interleave import local_count
 from megatron_essh.parallel.mesh import Mesh
-from megatron_essh.parallel.tensor_parallel import shard_model, sharding_of
+from megatron_essh.parallel.tensor_parallel import shard_model
 from megatron_essh.training.captured import CapturedPasses
 from megatron_essh.training.guard import RankTimes, SkipGuard, StepClock, compare_replicas
-from megatron_essh.training.optimizer import (
-    MOMENTS,
-    build_optimizer,
-    make_moments,
-    named_moments,
-    set_updates,
-    updates_done,
-)
+from megatron_essh.training.optimizer import build_optimizer, updates_done
 from megatron_essh.training.schedule import learning_rate
+from megatron_essh.training.state import EngineState
 from megatron_essh.training.step_sums import Agreed, Skip, StepReport, StepSums, is_finite
 
 Stage = Literal["pretrain", "refine"]
-
-STATISTIC = "statistics.mean_square"
 
 
 class NativeEngine:
@@ -104,6 +96,8 @@ class NativeEngine:
             self.device,
             width=local_count(config.model.ff_width, mesh.tp_rank, mesh.tp),
         )
+        self.state = EngineState(self.model, self.optimizer, self.statistics, mesh)
+        """What a resume needs, and the order of the units in it."""
         self.times = RankTimes(mesh.world)
         self._clock = StepClock(self.device)
         self._costs: list[float] = []
@@ -383,38 +377,13 @@ class NativeEngine:
         """Sort every layer's feed-forward units by importance; the full-width function is unchanged."""
         for layer in range(self.config.model.n_layers):
             name = f"blocks.{layer}.feed_forward.down"
-            score_N = unit_scores(self.statistics.mean_square_LN[layer], self._unit_rows(name)[0])
-            self.permute(layer, unit_order(self.model.partition.gather_parameter(name, score_N)))
+            score_N = unit_scores(self.statistics.mean_square_LN[layer], self.state.unit_rows(name)[0])
+            self.state.permute(layer, unit_order(self.model.partition.gather_parameter(name, score_N)))
         self._weights_changed()
-
-    def permute(self, layer: int, order_N: Tensor) -> None:
-        """Reorder a layer's units: weights, both moments and the statistic."""
-        for part in ("gate_up", "down"):
-            name = f"blocks.{layer}.feed_forward.{part}"
-            rows = self._unit_rows(name)
-            self._put_unit_rows(name, rows, (self._permuted(name, tensor, order_N) for tensor in rows))
-        statistic_N = self.statistics.mean_square_LN[layer]
-        statistic_N.copy_(self._permuted(f"blocks.{layer}.feed_forward.down", statistic_N, order_N))
-
-    def _unit_rows(self, name: str) -> list[Tensor]:
-        """The parameter `name` and its moments, if there are any yet: all of the part of this tensor-parallel rank."""
-        parameter = self.model.get_parameter(name)
-        state = self.optimizer.state.get(parameter, {})
-        return [parameter.detach(), *(state[moment] for moment in MOMENTS if moment in state)]
-
-    def _put_unit_rows(self, name: str, rows: Sequence[Tensor], changed: Iterable[Tensor]) -> None:
-        """Write `changed` in the place of `rows`, which `_unit_rows` gave."""
-        for tensor, new in zip(rows, changed, strict=True):
-            tensor.copy_(new)
 
     def _weights_changed(self) -> None:
         """After weights were written other than by a step."""
         self._refresh_copies()
-
-    def _permuted(self, name: str, rows: Tensor, order_N: Tensor) -> Tensor:
-        """This rank's rows of the whole tensor in its new order; `order_N` is of all units, the same on all ranks."""
-        whole = self.model.partition.gather_parameter(name, rows)[order_N]
-        return Sharding(self.config.model.ff_width).take(whole, self.mesh.tp_rank, self.mesh.tp)
 
     def evaluate(self, batches: Batches, capacity: Capacity | None = None) -> float:
         """Mean cross-entropy a valid token of int64 batches [B, T + 1] at `capacity` (None: full).
@@ -456,94 +425,22 @@ class NativeEngine:
     # -- what a resume needs ----------------------------------------------------------------------------------------
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Everything a bitwise resume needs besides `state_values`, by name: model.*, moments, statistics, rng.
-
-        This rank's parts: `state_sharding` says of what.
-        """
-        tensors = self._parameter_tensors()
-        tensors[STATISTIC] = self.statistics.mean_square_LN
-        tensors["rng.torch"] = torch.get_rng_state()
-        if self.device.type == "cuda":
-            tensors["rng.cuda"] = torch.cuda.get_rng_state(self.device)
-        return tensors
-
-    def _parameter_tensors(self) -> dict[str, Tensor]:
-        """Parameters and moments by state name, to read and, after `make_moments`, to write."""
-        tensors = {f"model.{name}": p.detach() for name, p in self.model.named_parameters()}
-        tensors.update(named_moments(self.model, self.optimizer))
-        return tensors
-
-    @property
-    def _optimized(self) -> list[Tensor]:
-        """What the optimizer updates."""
-        return list(self.model.parameters())
-
-    def make_moments(self) -> None:
-        """Make the moments, zero, that are not there before the first update."""
-        make_moments(self.optimizer, self._optimized)
-
-    def state_span(self, name: str) -> tuple[tuple[int, ...], int, int] | None:
-        """None where state tensor `name` is all of this tensor-parallel rank's part. Else that part's shape, and which
-        of its elements the tensor is: start and end."""
-        return None
-
-    def state_sharding(self, name: str) -> Sharding | None:
-        """How state tensor `name` is dealt out over a replica's ranks: the statistics along their last dimension."""
-        if self.mesh.tp == 1 or name.startswith("rng."):
-            return None
-        if name == STATISTIC:
-            return Sharding(self.config.model.ff_width)
-        return sharding_of(name.split(".", 1)[1], self.config.model)
-
-    def whole_state(self) -> dict[str, Tensor]:
-        """`state_tensors` of the whole model, on the first rank; elsewhere nothing. All ranks call it."""
-        tensors = self._gathered_state()
-        if self.mesh.tp == 1 or self.mesh.dp_rank > 0:
-            return tensors if self.mesh.is_first else {}
-        gather, whole = self.model.partition.gather_parameter, {}
-        for name, tensor in tensors.items():
-            if name == STATISTIC:
-                down = "blocks.0.feed_forward.down"
-                full = torch.stack([gather(down, tensor_N) for tensor_N in tensor])
-            elif self.state_sharding(name) is not None:
-                full = gather(name.split(".", 1)[1], tensor)
-            else:
-                full = tensor
-            if self.mesh.is_first:
-                whole[name] = full.cpu()
-        return whole
-
-    def _gathered_state(self) -> dict[str, Tensor]:
-        """`state_tensors`, each all of this tensor-parallel rank's part."""
-        return self.state_tensors()
+        """Everything a bitwise resume needs besides `state_values`, by name, this rank's parts: see `state`."""
+        return self.state.tensors()
 
     def state_values(self) -> dict[str, int]:
         """JSON-able companions of `state_tensors`."""
         return {"updates": updates_done(self.optimizer), "skipped_in_a_row": self._skips.in_a_row}
 
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, int]) -> None:
-        """Put back what `whole_state` and `state_values` gave, on whatever layout.
+        """Put back what `state_tensors` and `state_values` gave, on whatever layout: parts of here, or whole tensors.
 
         Raises:
             UserError: a tensor is missing, unknown or of another shape.
         """
-        self.make_moments()
-        expected = self.state_tensors()
-        random = {name for name in (*expected, *tensors) if name.startswith("rng.")}  # a resume may change device
-        missing = sorted(set(expected) - set(tensors) - random)
-        unknown = sorted(set(tensors) - set(expected) - random)
-        if missing or unknown:
-            raise UserError(f"checkpoint: of another model: missing {missing[:3]}, unknown {unknown[:3]}")
-        parts = {name: self._part(name, tensors[name], expected[name]) for name in expected if name not in random}
-        for name, part in parts.items():
-            expected[name].copy_(part)
-        set_updates(self.optimizer, self._optimized, int(values["updates"]))
-        self._weights_changed()
+        self.state.load(tensors, int(values["updates"]))
         self._skips.in_a_row = int(values.get("skipped_in_a_row", 0))
-        if "rng.torch" in tensors:
-            torch.set_rng_state(tensors["rng.torch"].cpu())
-        if "rng.cuda" in tensors and self.device.type == "cuda":
-            torch.cuda.set_rng_state(tensors["rng.cuda"].cpu(), self.device)
+        self._weights_changed()
 
     def load_model(self, tensors: Mapping[str, Tensor]) -> None:
         """Take the parameters of a whole model by plain name; moments and statistics stay.
@@ -551,26 +448,8 @@ class NativeEngine:
         Raises:
             UserError: a tensor is missing or of another shape.
         """
-        own = self._parameter_tensors()
-        for name, _ in self.model.named_parameters():
-            if name not in tensors:
-                raise UserError(f"checkpoint: of another model: missing {name}")
-            mine = own[f"model.{name}"]
-            mine.copy_(self._part(f"model.{name}", tensors[name], mine))
+        self.state.load_model(tensors)
         self._weights_changed()
-
-    def _part(self, name: str, whole: Tensor, mine: Tensor) -> Tensor:
-        """This rank's part of a whole state tensor, shaped as `mine`."""
-        sharding, part = self.state_sharding(name), whole
-        if sharding is not None:
-            across = name == STATISTIC
-            units = whole.shape[-1 if across else 0]
-            if units == sharding.units * sharding.rows:
-                part = sharding.take(whole.T if across else whole, self.mesh.tp_rank, self.mesh.tp)
-                part = part.T if across else part
-        if part.shape != mine.shape:
-            raise UserError(f"checkpoint: {name}: shape {tuple(whole.shape)}, the model has {tuple(mine.shape)} here")
-        return part
 
     def close(self) -> None:
         """End what the engine holds of other libraries; nothing may be asked of it then. All ranks call it."""

@@ -7,6 +7,7 @@ flat tensor of the optimizer's. All that is read of DeepSpeed's insides stands i
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_essh.elastic.ffn_order import UnitStatistics
+from megatron_essh.model.language_model import LanguageModel
 from megatron_essh.parallel.mesh import Mesh
+from megatron_essh.training.optimizer import MOMENTS
+from megatron_essh.training.state import EngineState
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,60 @@ class Share:
         if mesh.dp_group is not None:
             dist.all_reduce(whole, group=mesh.dp_group)
         return whole
+
+
+class ShareState(EngineState):
+    """As `EngineState`, of the shares of parameters that this rank updates.
+
+    Args:
+        shares: by the parameter's name.
+        flats: the tensors that the optimizer updates.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        optimizer: torch.optim.Optimizer,
+        statistics: UnitStatistics,
+        mesh: Mesh,
+        shares: Mapping[str, Share],
+        flats: Sequence[Tensor],
+    ) -> None:
+        super().__init__(model, optimizer, statistics, mesh)
+        self._shares = shares
+        self._optimized = flats
+
+    def _parameter_tensors(self) -> dict[str, Tensor]:
+        tensors = {f"model.{name}": share.weight for name, share in self._shares.items()}
+        for name, share in self._shares.items():
+            tensors.update({f"{moment}.{name}": share.moment(self.optimizer, moment) for moment in MOMENTS})
+        return tensors
+
+    def span(self, name: str) -> tuple[tuple[int, ...], int, int] | None:
+        share = self._shares.get(name.split(".", 1)[1])
+        return None if share is None else (share.shape, share.start, share.end)
+
+    def _part(self, name: str, whole: Tensor, mine: Tensor) -> Tensor:
+        span = self.span(name)
+        if span is None:
+            return super()._part(name, whole, mine)
+        if whole.shape == mine.shape and whole.data_ptr() == mine.data_ptr():  # read into its very place
+            return mine
+        shape, start, end = span
+        return super()._part(name, whole, mine.new_empty(shape, device="meta")).reshape(-1)[start:end]
+
+    def unit_rows(self, name: str) -> list[Tensor]:
+        return [self._shares[name].gather(run, self.mesh) for run in self._runs(name)]
+
+    def _put_unit_rows(self, name: str, rows: Sequence[Tensor], changed: Iterable[Tensor]) -> None:
+        share = self._shares[name]
+        for run, new in zip(self._runs(name), changed, strict=True):
+            run.copy_(new.reshape(-1)[share.start : share.end])
+
+    def _runs(self, name: str) -> list[Tensor]:
+        """What is here of a parameter and its moments."""
+        share = self._shares[name]
+        return [share.weight, *(share.moment(self.optimizer, moment) for moment in MOMENTS)]
 
 
 def find_shares(zero: Any, model: nn.Module, stage: int, mesh: Mesh) -> dict[str, Share]:

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))  # whole.py, test_engine_layouts.py: the ranks' processes have it too
+
 
 @pytest.fixture(scope="session")
 def run_ranks() -> Iterator[Callable[..., list[Any]]]:
@@ -17,11 +19,7 @@ def run_ranks() -> Iterator[Callable[..., list[Any]]]:
 
     `function` stands at the top level of the test's file; arguments and results are pickled. See processes.py.
     """
-    sys.path.insert(0, str(Path(__file__).parent))
-    try:
-        processes = importlib.import_module("processes")
-    finally:
-        sys.path.pop(0)
+    processes = importlib.import_module("processes")
     server = processes.Server()
     yield server.run
     server.close()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from whole import whole_state
 
 from megatron_essh.config import RunConfig, config_from_mapping
 from megatron_essh.errors import UserError
@@ -54,7 +55,7 @@ def train_and_save(folder: Path, tp: int) -> tuple[list[float], dict[str, Tensor
     with CheckpointWriter(folder, mesh, keep_last=1) as saving:
         saving.save(HALF, engine_pieces(engine), {"engine": engine.state_values()})
         losses += take_steps(engine, HALF)  # while it is saved
-    return losses, {name: tensor.clone() for name, tensor in engine.whole_state().items()}
+    return losses, {name: tensor.clone() for name, tensor in whole_state(engine).items()}
 
 
 def load_and_train(path: Path, tp: int) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], int]:
@@ -63,9 +64,9 @@ def load_and_train(path: Path, tp: int) -> tuple[list[float], dict[str, Tensor],
     torch.manual_seed(4 + mesh.rank)
     load_into(engine, path)
     drawn = int(torch.randint(1 << 30, ()))
-    restored = {name: tensor.clone() for name, tensor in engine.whole_state().items()}
+    restored = {name: tensor.clone() for name, tensor in whole_state(engine).items()}
     losses = take_steps(engine, HALF)
-    return losses, restored, {name: tensor.clone() for name, tensor in engine.whole_state().items()}, drawn
+    return losses, restored, {name: tensor.clone() for name, tensor in whole_state(engine).items()}, drawn
 
 
 ENGINES = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (1, 4)]

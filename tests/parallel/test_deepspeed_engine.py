@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import test_engine_layouts as layouts
 import torch
+from whole import whole_state
 
 from megatron_essh.config import RunConfig, config_from_mapping
 from megatron_essh.errors import UserError
@@ -21,10 +21,6 @@ from megatron_essh.training.checkpoint import CheckpointWriter, load_checkpoint
 from megatron_essh.training.checkpoint.engine_state import engine_pieces, load_into
 from megatron_essh.training.deepspeed_engine import OURS, deepspeed_settings
 from megatron_essh.training.engine import NativeEngine, build_engine
-
-sys.path.insert(0, str(Path(__file__).parent))
-layouts = importlib.import_module("test_engine_layouts")
-sys.path.pop(0)
 
 LAYOUTS = [(1, 2), (2, 1), (2, 2)]
 EVERYTHING_DEALT_OUT = {"reduce_bucket_size": 3000, "stage3_param_persistence_threshold": 0, "sub_group_size": 20_000}
@@ -140,7 +136,7 @@ def load_and_train(path: Path, tp: int, parallel: dict[str, Any]) -> tuple[dict[
     """The state that was restored, and the losses after it."""
     engine = engine_on(Mesh.build(tp, torch.device("cpu")), parallel, 1)
     load_into(engine, path)
-    restored = {name: tensor.clone() for name, tensor in engine.whole_state().items()}
+    restored = {name: tensor.clone() for name, tensor in whole_state(engine).items()}
     losses = take_steps(engine, HALF, 4)
     engine.close()
     return restored, losses

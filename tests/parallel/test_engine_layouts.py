@@ -9,6 +9,7 @@ import re
 
 import pytest
 import torch
+from whole import whole_state
 
 from megatron_essh.config import RunConfig, config_from_mapping
 from megatron_essh.elastic.plan import FULL, pretraining_plan
@@ -66,7 +67,7 @@ def steps(config, stage="pretrain", mesh=None, count=STEPS):
     validation = [batch(1000 + i, config).numpy() for i in range(3)]
     smallest = engine.capacities[min(budget for budget in engine.capacities if budget != FULL)]
     losses = [engine.evaluate(validation, capacity) for capacity in (None, smallest)]
-    state = engine.whole_state()
+    state = whole_state(engine)
     engine.close()
     return reports, state, losses
 

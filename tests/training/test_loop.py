@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 from pathlib import Path
@@ -333,11 +334,16 @@ def test_a_full_disk_ends_the_run_in_words_and_leaves_no_half(launch, workplace,
 def test_environments_and_devices_that_cannot_be_are_refused(launch, workplace) -> None:
     out = workplace / "nowhere"
     refused(launch("pretrain", "--output", out, extra={"WORLD_SIZE": "2"}), "RANK is not set (WORLD_SIZE is 2)")
+    refused(launch("pretrain", "--output", out, extra={"RANK": "1"}), "RANK is 1, and WORLD_SIZE is not set")
+    refused(
+        launch("pretrain", "--output", out, extra={"RANK": "1", "WORLD_SIZE": "1"}), "RANK is 1, and WORLD_SIZE 1 has"
+    )
     ranks = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "zero"}
     refused(launch("pretrain", "--output", out, extra=ranks), "LOCAL_RANK is 'zero'", "torchrun")
     refused(launch("pretrain", "--output", out, extra=ranks | {"LOCAL_RANK": "0"}), "MASTER_ADDR is not set")
     meeting = ranks | {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "port"}
     refused(launch("pretrain", "--output", out, extra=meeting), "MASTER_PORT is 'port'")
+    refused(launch("pretrain", "--output", out, extra=meeting | {"MASTER_PORT": "70000"}), "ports are 1 to 65535")
     meeting |= {"MASTER_PORT": "29400", "RANK": "2"}  # refused before anything listens or is waited for
     refused(launch("pretrain", "--output", out, extra=meeting), "RANK is 2, and WORLD_SIZE 2 has ranks 0 to 1")
     refused(launch("pretrain", "--output", out, extra={"WORLD_SIZE": "0"}), "WORLD_SIZE is 0", "torchrun")
@@ -350,14 +356,36 @@ def test_environments_and_devices_that_cannot_be_are_refused(launch, workplace) 
     refused(launch("pretrain", "--set", "training.stepz=3"), "unknown key training.stepz")
 
 
-def test_a_rank_that_the_others_do_not_join_says_so(launch, workplace) -> None:
-    with socket.socket() as taken:  # a port that is free once it is closed
+@pytest.fixture
+def free_port() -> str:
+    with socket.socket() as taken:  # free once it is closed
         taken.bind(("127.0.0.1", 0))
-        port = str(taken.getsockname()[1])
-    place = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        return str(taken.getsockname()[1])
+
+
+SOON = "from megatron_essh.parallel import meeting\nmeeting.NOTICE = 0.5"
+
+
+def test_the_first_rank_says_who_has_not_come_soon_and_at_last(launch, workplace, free_port) -> None:
+    place = {"WORLD_SIZE": "3", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port}
     settings = ["--output", workplace / "alone", "--set", "parallel.timeout_seconds=2"]
-    told = f"rank 0 did not meet all 2 ranks (WORLD_SIZE) at 127.0.0.1:{port} within parallel.timeout_seconds 2"
-    refused(launch("pretrain", *settings, extra=place), told)
+    finished = launch("pretrain", *settings, extra=place, hook=SOON)
+    assert re.search(
+        r"rank 0 has waited \d s at 127.*: of 3 ranks \(WORLD_SIZE\) ranks 1, 2 did not come yet", finished.output
+    )
+    refused(
+        finished, f"rank 0 waited at 127.0.0.1:{free_port} for parallel.timeout_seconds 2", "ranks 1, 2 did not come;"
+    )
+
+
+def test_a_rank_that_finds_no_first_one_says_so(launch, workplace, free_port) -> None:
+    place = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port}
+    settings = ["--output", workplace / "alone", "--set", "parallel.timeout_seconds=2", "training.device=cpu"]
+    finished = launch("pretrain", *settings, extra=place, hook=SOON)
+    assert f"rank 1 waits for an answer at 127.0.0.1:{free_port}, for parallel.timeout_seconds 2" in finished.output
+    refused(
+        finished, f"rank 1 could not reach the first rank at 127.0.0.1:{free_port} within parallel.timeout_seconds 2"
+    )
 
 
 def test_an_output_folder_may_have_any_name(launch, workplace) -> None:

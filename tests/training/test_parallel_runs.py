@@ -48,13 +48,14 @@ def script(tmp_path: Path) -> Callable[[str], list[str]]:
 
 @pytest.fixture
 def torchrun(workplace, environment, script) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs the tiny config on two ranks under torchrun."""
+    """Runs the tiny config on two ranks under torchrun, which starts them anew up to `restarts` times."""
 
-    def run(*arguments: object, hook: str = "", timeout: float = 120) -> subprocess.CompletedProcess[str]:
-        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *script(hook)]
+    def run(*arguments: object, hook: str = "", restarts: int = 0) -> subprocess.CompletedProcess[str]:
+        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        words += [f"--max-restarts={restarts}", *script(hook)]
         return subprocess.run(
             [*words, str(workplace / "config.yaml"), *map(str, arguments)],
-            capture_output=True, text=True, timeout=timeout, env=os.environ | environment,
+            capture_output=True, text=True, timeout=120, env=os.environ | environment,
         )  # fmt: skip
 
     return run
@@ -130,6 +131,16 @@ def test_a_rank_killed_under_torchrun_ends_all_and_the_resume_ends_as_one_proces
     record = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-2])
     assert 0 <= record["ranks"]["communication_share"] + record["ranks"]["waiting_share"] < 1
     assert record["ranks"]["slowest_pace"] >= 1
+
+
+def test_ranks_that_torchrun_starts_anew_go_on_from_the_checkpoint(torchrun, pretrained, workplace) -> None:
+    """torchrun keeps its store, in which the ranks before left where to reach them."""
+    folder = workplace / "restarted"
+    kill = "os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os.kill(os.getpid(), signal.SIGKILL)"
+    finished = torchrun("--output", folder, hook=AT_STEP.format(count=9, rank=1, what=kill), restarts=1)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.count(f"continuing from {folder}/checkpoints/step_00000006") == 1
+    assert_near(folder, pretrained)
 
 
 def test_without_a_launcher_too_a_killed_rank_ends_the_other(ranks, workplace) -> None:

@@ -25,31 +25,17 @@ def die_at(count):
         os.kill(os.getpid(), signal.SIGKILL)
 """
 
-STEP = (
+CALL = (
     KILL
     + """
-from megatron_essh.training.engine import NativeEngine
-inner = NativeEngine.{method}
+from megatron_essh.training.{module} import {owner} as owner
+inner = owner.{name}
 def killed(*arguments, **keywords):
     {before}
     result = inner(*arguments, **keywords)
     {after}
     return result
-NativeEngine.{method} = killed
-"""
-)
-
-SAVE = (
-    KILL
-    + """
-from megatron_essh.training.checkpoint import {module} as module
-inner = module.{name}
-def killed(*arguments, **keywords):
-    {before}
-    result = inner(*arguments, **keywords)
-    {after}
-    return result
-module.{name} = killed
+owner.{name} = killed
 """
 )
 
@@ -71,14 +57,18 @@ MetricsWriter._line = killed
 )
 
 
-def in_step(method: str, count: int, when: str) -> str:
+def in_call(module: str, owner: str, name: str, count: int, when: str) -> str:
+    """Dies before or after the `count`-th call of `name`, a function of a module or class `owner`."""
     places = {"before": "pass", "after": "pass", when: f"die_at({count})"}
-    return STEP.format(method=method, **places)
+    return CALL.format(module=module, owner=owner, name=name, **places)
+
+
+def in_step(method: str, count: int, when: str) -> str:
+    return in_call("engine", "NativeEngine", method, count, when)
 
 
 def in_save(module: str, name: str, count: int, when: str) -> str:
-    places = {"before": "pass", "after": "pass", when: f"die_at({count})"}
-    return SAVE.format(module=module, name=name, **places)
+    return in_call("checkpoint", module, name, count, when)
 
 
 KILLS = {
@@ -86,7 +76,7 @@ KILLS = {
     "between gradients and update": in_step("step", 4, "before"),
     "inside the first save, before its first file": in_save("files", "write_synced", 1, "before"),
     "after the update, before the statistics": in_step("step", 8, "after"),
-    "in an ordering": in_step("permute", 2, "after"),
+    "in an ordering": in_call("state", "EngineState", "permute", 2, "after"),
     "in a validation": in_step("evaluate", 2, "before"),
     "between two files of a save": in_save("files", "write_synced", 2, "after"),
     "before the rename of a save": in_save("folder", "_publish", 1, "before"),

@@ -20,10 +20,8 @@ from megatron_essh.parallel.interleave import Sharding
 from megatron_essh.training.checkpoint.manifest import read_manifest
 from megatron_essh.training.checkpoint.pieces import Copies, Piece, Want
 from megatron_essh.training.checkpoint.reading import load, read_values
-from megatron_essh.training.engine import STATISTIC, NativeEngine
-
-RANDOM = "rng."
-"""What the names of random states begin with."""
+from megatron_essh.training.engine import NativeEngine
+from megatron_essh.training.state import RANDOM, STATISTIC
 
 
 def engine_pieces(engine: NativeEngine) -> dict[str, Piece]:
@@ -58,7 +56,7 @@ def load_into(engine: NativeEngine, path: Path) -> dict[str, Any]:
         UserError: a tensor is missing, unknown or of another shape.
     """
     values = read_values(path)
-    engine.make_moments()
+    engine.state.make_moments()
     saved = {entry.name for entry in read_manifest(path).all_entries()}
     own = engine.state_tensors()
     wanted: dict[str, Want] = {}
@@ -88,7 +86,7 @@ def _state(
 ) -> Iterator[tuple[str, Tensor, Sharding | None]]:
     """(name, this rank's part, how it is dealt out) of all of an engine's tensors, or of `tensors`."""
     for name, tensor in (engine.state_tensors() if tensors is None else tensors).items():
-        sharding = engine.state_sharding(name)
+        sharding = engine.state.sharding(name)
         if name == STATISTIC:
             for layer, tensor_N in enumerate(tensor):
                 yield f"{name}.{layer}", tensor_N, sharding
@@ -100,6 +98,6 @@ def _extent(
     engine: NativeEngine, name: str, tensor: Tensor, sharding: Sharding | None
 ) -> tuple[tuple[int, ...], int, int | None]:
     """The whole's shape, and which elements of this tensor-parallel rank's part `tensor` is (end None: all)."""
-    span = engine.state_span(name)
+    span = engine.state.span(name)
     shape, start, end = (tuple(tensor.shape), 0, None) if span is None else span
     return (shape if sharding is None else (sharding.units * sharding.rows, *shape[1:])), start, end
