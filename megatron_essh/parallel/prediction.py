@@ -2,8 +2,9 @@
 
 A micro-batch's time is the sum of its products, scans, attention and bytes moved, times what the whole took over that
 sum where it was measured. Tensor-parallel exchanges run between the products, on the way back beside the product of
-the weight's gradient. Replicas exchange when passes are done, and nothing runs beside it: the native engine and ZeRO 1
-after the last micro-batch, ZeRO 2 and 3 after each, and ZeRO 3 waits for each module's weights.
+the weight's gradient. Replicas exchange when passes are done, and are waited for: the native engine and ZeRO 1 after
+the last micro-batch, ZeRO 2 and 3 after each, and ZeRO 3 waits for each module's weights. Where tp is 1 the native
+engine begins its sums beside the last backward pass; that is not taken off, so its steps are shorter than said here.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ LONGEST = {"cpu": 5000, "cuda": 100_000}
 MOST_NOISE = 1.5
 """Times the error of the bf16 forward that bf16 steps may be off."""
 CASES = [("T10", 1), ("T10", 3), ("T10", 16), ("T10", 128), ("T5", 3), ("T5", 128), ("T1", 1), ("T1", 16)]
+CASES += [(f"T{tier}", (1, 3)[tier % 2]) for tier in (2, 3, 4, 6, 7, 8, 9)]
 
 Build = Callable[[int], tuple[LanguageModel, RunConfig]]
 
