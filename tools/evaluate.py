@@ -76,7 +76,7 @@ def perplexity(args: argparse.Namespace) -> None:
     model, config, provenance = open_model(args.model, device)
     capacities = _capacities(args.tier, config, provenance)
     if args.weights and len(set(args.weights)) < len(args.weights):
-        raise UserError(f"--weights: one of {', '.join(args.weights)} is given twice")
+        raise UserError(f"--weights: one of {', '.join(args.weights)} is given twice; give each once")
     data = open_evaluation_data(args.data, provenance, config.data)
     length = config.data.sequence_length if args.sequence_length is None else args.sequence_length
     windows = Windows(
@@ -154,7 +154,7 @@ def _capacities(tiers: list[str] | None, config: RunConfig, provenance: Provenan
     if tiers is None:
         return {provenance.tier: full_capacity(config.model)}
     if len(set(tiers)) < len(tiers):
-        raise UserError(f"--tier: one of {', '.join(tiers)} is given twice")
+        raise UserError(f"--tier: one of {', '.join(tiers)} is given twice; give each once")
     return {tier: parse_capacity(tier, config.model, config.elastic) for tier in tiers}
 
 

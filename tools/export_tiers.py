@@ -48,7 +48,7 @@ def main() -> None:
         parse_capacity(tier, config.model, config.elastic)
         folder = args.output / tier.replace(" ", "").replace(",", "x")
         if folder in folders:
-            raise UserError(f"--tier {tier}: given twice")
+            raise UserError(f"--tier {tier}: given twice; give it once")
         folders[folder] = tier
     announce_source(source, config)
     tokenizer = None if args.no_tokenizer else find_tokenizer(source, config)

@@ -78,7 +78,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     if sys.stdout is None:
-        raise UserError("standard output is closed; texts go there")
+        raise UserError("standard output is closed, and texts go there; leave it open")
     sampling = SamplingConfig(
         temperature=args.temperature,
         top_k=args.top_k,

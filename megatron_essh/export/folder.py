@@ -38,7 +38,12 @@ FORMAT, VERSION = "megatron_essh export", 1
 
 
 class DamagedExport(UserError):
-    """What was an export once, and is not whole or not as recorded any more."""
+    """What was an export once, and is not whole or not as recorded any more; the message says what is wrong and what
+    to do.
+    """
+
+    def __init__(self, damage: str) -> None:
+        super().__init__(f"{damage}; export it again")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +165,8 @@ def write_export(
         if error.errno in DISK_FULL:
             needed = (sum(t.numel() * t.element_size() for t in tensors.values()) + len(tokenizer or b"")) / 1e6
             raise UserError(
-                f"{folder}: the disk is too full for an export of {needed:.2f} MB ({error.strerror})"
+                f"{folder}: the disk is too full for an export of {needed:.2f} MB ({error.strerror}); make room, or "
+                "give another folder"
             ) from None
         raise
     return record, written
@@ -206,8 +212,9 @@ def _write_files(
 
 
 def _check_place(folder: Path) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder}: is a file; give the name of a folder")
+    for place in (folder, *folder.parents):
+        if place.exists() and not place.is_dir():
+            raise UserError(f"{place}: is a file; give the name of a folder")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / RECORD_FILE).is_file():
         raise UserError(f"{folder}: holds something that is no export; give another folder")
 
@@ -238,38 +245,45 @@ def read_record(folder: Path) -> ExportRecord:
     """
     file = folder / RECORD_FILE
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such export folder")
+        what = "is a file" if folder.exists() else "no such folder"
+        raise UserError(f"{folder}: {what}; give the folder of an export")
     try:
         mapping = json.loads(file.read_bytes())
     except FileNotFoundError:
-        raise UserError(f"{folder}: not an export, or an unfinished one: it has no {RECORD_FILE}") from None
+        raise UserError(
+            f"{folder}: not an export, or an unfinished one: it has no {RECORD_FILE}; export it again, or give "
+            "the folder of an export"
+        ) from None
     except OSError as error:
         raise DamagedExport(f"{file}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
         raise DamagedExport(f"{file}: not valid JSON ({error})") from None
     if not isinstance(mapping, dict) or mapping.get("format") != FORMAT:
-        raise UserError(f"{file}: not the record of a megatron_essh export")
+        raise UserError(f"{file}: not the record of a megatron_essh export; give the folder of an export")
     if mapping.get("version") != VERSION:
-        raise UserError(f"{file}: version {mapping.get('version')!r}; this package reads version {VERSION}")
+        raise UserError(
+            f"{file}: version {mapping.get('version')!r}, and this package reads version {VERSION}; update the "
+            "package, or export again with this one"
+        )
     try:
         return config_from_mapping(ExportRecord, mapping, str(file))
     except UserError as error:
         raise DamagedExport(str(error)) from None
 
 
-def find_damage(folder: Path, record: ExportRecord) -> str | None:
-    """What is wrong with the files that `record` describes, in words, or None when they are as recorded."""
+def find_damage(folder: Path, record: ExportRecord) -> DamagedExport | None:
+    """What is wrong with the files that `record` describes, or None when they are as recorded."""
     for name, digest in record.hashes.items():
         file = folder / name
         if not file.is_file():
-            return f"{file}: missing"
+            return DamagedExport(f"{file}: missing")
         try:
             if name == MODEL_FILE and file.stat().st_size != record.bytes:
-                return f"{file}: {file.stat().st_size} bytes where {RECORD_FILE} records {record.bytes}"
+                return DamagedExport(f"{file}: {file.stat().st_size} bytes where {RECORD_FILE} records {record.bytes}")
             if file_sha256(file) != digest:
-                return f"{file}: changed since the export (its SHA-256 is not the one in {RECORD_FILE})"
+                return DamagedExport(f"{file}: changed since the export (its SHA-256 is not the one in {RECORD_FILE})")
         except OSError as error:
-            return f"{file}: cannot be read ({error.strerror})"
+            return DamagedExport(f"{file}: cannot be read ({error.strerror})")
     return None
 
 
@@ -285,7 +299,7 @@ def read_export(folder: Path, *, verify: bool = True) -> tuple[dict[str, Tensor]
     record = read_record(folder)
     damage = find_damage(folder, record) if verify else None
     if damage is not None:
-        raise DamagedExport(damage)
+        raise damage
     try:
         config, tensors = load_config(folder / CONFIG_FILE), read_tensors(folder / MODEL_FILE)
     except OSError as error:

@@ -16,13 +16,15 @@ from megatron_essh.config import ModelConfig, RunConfig, TokenizerConfig, config
 from megatron_essh.data.tokenizer_reference import TokenizerReference
 from megatron_essh.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_essh.errors import UserError
-from megatron_essh.export.folder import RECORD_FILE, read_export
+from megatron_essh.export.folder import CONFIG_FILE, MODEL_FILE, RECORD_FILE, read_export
 from megatron_essh.export.provenance import Provenance
 from megatron_essh.model.language_model import LanguageModel
 from megatron_essh.training.checkpoint import load_checkpoint, model_sha256, resolve_checkpoint
 
 SHOWN = 3
 """Names that an error lists."""
+MAKE_AGAIN = "restore it, or make it again"
+"""What to do about tensors that are not the model's."""
 
 
 def open_model(path: str | Path, device: torch.device | str = "cpu") -> tuple[LanguageModel, RunConfig, Provenance]:
@@ -50,7 +52,7 @@ def open_tensors(path: str | Path) -> tuple[dict[str, Tensor], RunConfig, Proven
         raise UserError(f"{folder}: no such folder; give a run, a checkpoint or an export")
     if not folder.is_dir():
         raise UserError(f"{folder}: is a file; give the folder of a run, a checkpoint or an export")
-    if (folder / RECORD_FILE).exists():
+    if (folder / RECORD_FILE).exists() or all((folder / name).exists() for name in (MODEL_FILE, CONFIG_FILE)):
         tensors, config, record = read_export(folder)
         return tensors, config, record.provenance(folder)
     return _open_checkpoint(resolve_checkpoint(folder))
@@ -61,7 +63,9 @@ def _open_checkpoint(folder: Path) -> tuple[dict[str, Tensor], RunConfig, Proven
     state = folder / "state.json"
     missing = [key for key in ("config", "stage", "step", "tokenizer") if key not in values]
     if missing:
-        raise UserError(f"{state}: has no {missing[0]}: not the checkpoint of a training run")
+        raise UserError(
+            f"{state}: has no {missing[0]}: not the checkpoint of a training run; give one that training saved"
+        )
     config = config_from_mapping(RunConfig, values["config"], str(state))
     tensors = {name.removeprefix("model."): tensor for name, tensor in saved.items()}
     path, digest = str(folder.resolve()), model_sha256(folder)
@@ -94,24 +98,48 @@ def build_model(
         device: where the model is to be.
 
     Raises:
-        UserError: a tensor is missing, unknown, or of another shape than the config makes it.
+        UserError: as `check_tensors`.
     """
+    check_tensors(tensors, model, where)
     with torch.device("meta"):
         built = LanguageModel(model)
-    expected = {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
+    names = [name for name, _ in built.named_parameters()]
+    built.load_state_dict({name: tensors[name].to(device) for name in names}, strict=True, assign=True)
+    return built.requires_grad_(False).eval()
+
+
+def check_tensors(tensors: Mapping[str, Tensor], model: ModelConfig, where: str) -> None:
+    """Hold tensors to a config, whose parameters they must be exactly, all of one floating dtype.
+
+    Args:
+        tensors: parameters by plain name.
+        model: the shapes to expect.
+        where: names the tensors' origin in errors.
+
+    Raises:
+        UserError: a tensor is missing, unknown, of another shape than the config makes it, or of another dtype.
+    """
+    with torch.device("meta"):
+        parameters = LanguageModel(model).named_parameters()
+    expected = {name: tuple(parameter.shape) for name, parameter in parameters}
     missing = [name for name in expected if name not in tensors]
     unknown = [name for name in tensors if name not in expected]
     if missing or unknown:
         found = [f"without {name}" for name in missing[:SHOWN]] + [f"with {name}" for name in unknown[:SHOWN]]
         raise UserError(
             f"{where}: not the tensors of its config's model: {', '.join(found)} "
-            f"({len(missing)} missing, {len(unknown)} unknown)"
+            f"({len(missing)} missing, {len(unknown)} unknown); {MAKE_AGAIN}"
         )
+    first, *_ = expected
+    dtype = tensors[first].dtype
+    if not dtype.is_floating_point:
+        raise UserError(f"{where}: tensor {first} is of {dtype}, expected a floating dtype; {MAKE_AGAIN}")
     for name, shape in expected.items():
-        if tuple(tensors[name].shape) != shape:
-            raise UserError(f"{where}: tensor {name} has shape {tuple(tensors[name].shape)}; its config says {shape}")
-    built.load_state_dict({name: tensors[name].to(device) for name in expected}, strict=True, assign=True)
-    return built.requires_grad_(False).eval()
+        actual = tuple(tensors[name].shape)
+        if actual != shape:
+            raise UserError(f"{where}: tensor {name} has shape {actual}, and its config says {shape}; {MAKE_AGAIN}")
+        if tensors[name].dtype != dtype:
+            raise UserError(f"{where}: tensor {name} is of {tensors[name].dtype}, and {first} of {dtype}; {MAKE_AGAIN}")
 
 
 def open_tokenizer(
@@ -136,11 +164,11 @@ def open_tokenizer(
     if reference is not None and tokenizer.fingerprint != reference.fingerprint:
         raise UserError(
             f"{name}: not the tokenizer that the model was trained with (fingerprint "
-            f"{tokenizer.fingerprint[:12]}, recorded {reference.fingerprint[:12]})"
+            f"{tokenizer.fingerprint[:12]}, recorded {reference.fingerprint[:12]}); name that one"
         )
     if tokenizer.vocab_size > entries:
         raise UserError(
             f"{name}: {tokenizer.vocab_size} entries, and the model's vocabulary has {entries}: "
-            "not the tokenizer it was trained with"
+            "not the tokenizer it was trained with; name that one"
         )
     return tokenizer

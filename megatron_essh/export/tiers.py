@@ -12,7 +12,7 @@ from megatron_essh.config import RunConfig
 from megatron_essh.elastic.capacity import parse_capacity
 from megatron_essh.errors import UserError
 from megatron_essh.export.folder import ExportRecord, read_export, write_export
-from megatron_essh.export.loading import build_model, open_tokenizer
+from megatron_essh.export.loading import build_model, check_tensors, open_tokenizer
 from megatron_essh.export.provenance import Provenance
 from megatron_essh.export.slice import slice_config, slice_tensors
 from megatron_essh.model.accounting import parameter_counts
@@ -44,13 +44,14 @@ def export_tier(
         The export's record, and whether the folder was written: not where it already holds these very bytes.
 
     Raises:
-        UserError: the tier is unknown or more than the source holds, the place is taken or another process is
-            writing there, the disk is full.
+        UserError: the tier is unknown or more than the source holds, the tensors are not those of the config's
+            model, the place is taken or another process is writing there, the disk is full.
     """
     try:
         capacity = parse_capacity(tier, config.model, config.elastic)
     except UserError as error:
         raise UserError(f"{source.path}: {error}") from None
+    check_tensors(tensors, config.model, source.path)
     standalone = dataclasses.replace(config, model=slice_config(config.model, capacity))
     cut = slice_tensors(tensors, config.model, capacity)
     return write_export(folder, cut, standalone, tier, source, tokenizer=tokenizer, check=_check, overwrite=overwrite)

@@ -90,11 +90,11 @@ def verify_export(folder: Path, source: Path | None = None, tokens: RandomTokens
             folder, verify=False
         )  # a changed file that can be read is compared all the same
     except DamagedExport as error:
-        return _give_up([Check("files", False, damage or str(error))])
+        return _give_up([Check("files", False, str(damage or error))])
     source_tensors, source_config, provenance = open_tensors(_source(folder, record, source))
     capacity = Capacity(record.channels, record.ff_width)
     checks = [
-        Check("files", damage is None, damage or "sizes and SHA-256 as recorded"),
+        Check("files", damage is None, str(damage or "sizes and SHA-256 as recorded")),
         _compare_source(record, provenance),
         _compare_config(config.model, source_config.model, capacity),
     ]
@@ -131,7 +131,8 @@ def _compare_source(record: ExportRecord, source: Provenance) -> Check:
     return Check(
         "source",
         False,
-        f"{source.path} is another model: SHA-256 {source.sha256[:12]}, recorded {record.source.sha256[:12]}",
+        f"{source.path} is another model: SHA-256 {source.sha256[:12]}, recorded {record.source.sha256[:12]}; "
+        "say where the source is with --source",
     )
 
 

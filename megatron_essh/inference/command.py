@@ -42,7 +42,7 @@ def given_tokenizer(arguments: argparse.Namespace, recorded: TokenizerReference 
         return None
     if "type" not in named:
         if recorded is None:
-            raise UserError("--tokenizer-type: not given, and neither model nor data record one")
+            raise UserError("--tokenizer-type: not given, and neither model nor data record one; give it too")
         named = {"type": recorded.config.type, "pattern": recorded.config.pattern, **named}
     return config_from_mapping(TokenizerConfig, named, "--tokenizer-type, --tokenizer-model, --tokenizer-pattern")
 

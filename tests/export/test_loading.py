@@ -155,12 +155,20 @@ def test_pickles_are_not_opened(tmp_path):
         (lambda t: t.pop("final_norm.weight"), r"without final_norm\.weight \(1 missing, 0 unknown\)"),
         (lambda t: t.update(extra=torch.zeros(1)), r"with extra \(0 missing, 1 unknown\)"),
         (lambda t: t.update({"final_norm.weight": torch.zeros(31)}), r"final_norm\.weight has shape \(31,\).*\(32,\)"),
+        (
+            lambda t: t.update({"final_norm.weight": t["final_norm.weight"].bfloat16()}),
+            r"final_norm\.weight is of torch\.bfloat16, and embedding\.weight of torch\.float32",
+        ),
+        (
+            lambda t: t.update({name: tensor.int() for name, tensor in t.items()}),
+            r"embedding\.weight is of torch\.int32, expected a floating dtype",
+        ),
     ],
 )
 def test_tensors_must_be_exactly_the_models(change, message, run):
     tensors, config, _ = open_tensors(run.folder)
     change(tensors)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=f"^here: .*{message}.*; restore it, or make it again$"):
         build_model(tensors, config.model, "here")
 
 
@@ -178,7 +186,10 @@ def edit(export, name, old, new):
         (lambda e: edit(e, "config.yaml", "rope_base: 10000.0", "rope_base: 20000.0"), r"config\.yaml: changed since"),
         (lambda e: (e / "export.json").write_text("{"), r"export\.json: not valid JSON"),
         (lambda e: (e / "export.json").write_text('{"format": "x"}'), "not the record of a megatron_essh export"),
-        (lambda e: edit(e, "export.json", '"version": 1', '"version": 2'), "version 2; this package reads version 1"),
+        (
+            lambda e: edit(e, "export.json", '"version": 1', '"version": 2'),
+            "version 2, and this package reads version 1",
+        ),
         (lambda e: edit(e, "export.json", '"tier"', '"teir"'), "unknown key teir; did you mean tier"),
         (lambda e: edit(e, "export.json", '"channels": 3', '"channels": 4'), r"3 channels.*records 4"),
     ],

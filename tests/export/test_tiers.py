@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -111,6 +112,23 @@ def test_what_names_no_tier_is_refused(tier, run, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("embedding.weight"), "without embedding.weight"),
+        (lambda t: t.update(extra=torch.zeros(1)), "with extra"),
+        (lambda t: t.update({"final_norm.weight": torch.zeros(31)}), "tensor final_norm.weight has shape"),
+        (lambda t: t.update({"blocks.0.mixer.theta": torch.zeros(5, 3)}), "tensor blocks.0.mixer.theta has shape"),
+    ],
+)
+def test_what_is_not_the_model_of_its_config_is_refused_by_the_name_of_the_source(change, message, run, tmp_path):
+    tensors, config, source = open_tensors(run.folder)
+    change(tensors)
+    with pytest.raises(UserError, match=f"^{re.escape(source.path)}: .*{re.escape(message)}"):
+        export_tier(tensors, config, source, "T4", tmp_path / "exports" / "T4")
+    assert not (tmp_path / "exports").exists()
+
+
 def test_exporting_again_changes_nothing(run, tmp_path):
     export(run.folder, "T4", tmp_path / "T4")
     before = {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in (tmp_path / "T4").iterdir()}
@@ -181,6 +199,7 @@ def test_a_full_disk_leaves_nothing_and_keeps_what_was_there(limit, run, tmp_pat
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert "the disk is too full for an export of" in done.stdout
+    assert done.stdout.endswith("; make room, or give another folder\n")
     assert [p.name for p in place.parent.iterdir()] == ["place"]
     assert file_sha256(place / "export.json") == before
     read_export(place)

@@ -27,6 +27,7 @@ from megatron_essh.training.checkpoint.writer import save_checkpoint, save_parts
 from megatron_essh.version import __version__
 
 _SHOWN = 3
+_THEIR_CONFIG = "give the config of the run that they are of"
 
 
 def checkpoint_to_file(path: Path, file: Path, *, everything: bool = False) -> int:
@@ -72,7 +73,9 @@ def deepspeed_to_file(state: DeepSpeedState, file: Path) -> int:
         target = Span.of(found[0].shape)
         copied = sum(copy_overlap(p.tensor.reshape(-1), p.span, whole.view(-1), target) for p in found)
         if copied != whole.numel():
-            raise UserError(f"{state.path}: {name}: {copied} of its {whole.numel()} elements are there")
+            raise UserError(
+                f"{state.path}: {name}: {copied} of its {whole.numel()} elements are there; copy the files of all ranks"
+            )
         return whole
 
     return _write_file(file, layout, tensor)
@@ -91,13 +94,17 @@ def file_to_checkpoint(file: Path, folder: Path, config: RunConfig | None, *, st
         UserError: the file is none, has no values and no config is given, or not the tensors of the config's model.
     """
     if not file.is_file():
-        raise UserError(f"{file}: no such file")
+        raise UserError(f"{file}: no such file; give a safetensors file")
     tensors, metadata = map_tensors(file)
     try:
         others = set(json.loads(metadata.get("others", "[]")))
         values: dict[str, Any] | None = json.loads(metadata["state"]) if "state" in metadata else None
-    except ValueError as error:
-        raise UserError(f"{file}: its metadata is not this program's ({error})") from None
+        if values is not None and config is None:
+            step = int(values["step"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{file}: its metadata is not this program's ({error!r}); write it again with to-file --everything"
+        ) from None
     named = {name if name in others else MODEL_PREFIX + name: tensor for name, tensor in tensors.items()}
     if config is not None:
         named = {name: tensor for name, tensor in named.items() if name.startswith(MODEL_PREFIX)}
@@ -105,8 +112,6 @@ def file_to_checkpoint(file: Path, folder: Path, config: RunConfig | None, *, st
         values = converted_values(config, stage, step, file)
     elif values is None:
         raise UserError(f"{file}: holds parameters alone; give --config, the config of the run that they are of")
-    else:
-        step = int(values["step"])
     return save_checkpoint(folder, step, named, values, keep_last=1 << 62)
 
 
@@ -133,12 +138,13 @@ def check_parameters(shapes: Mapping[str, tuple[int, ...]], config: RunConfig, w
         found += [f"with {n.removeprefix(MODEL_PREFIX)}" for n in unknown[:_SHOWN]]
         raise UserError(
             f"{where}: not the parameters of the config's model: {', '.join(found)} "
-            f"({len(missing)} missing, {len(unknown)} unknown)"
+            f"({len(missing)} missing, {len(unknown)} unknown); {_THEIR_CONFIG}"
         )
     for name, shape in expected.items():
         if shapes[name] != shape:
             raise UserError(
-                f"{where}: {name.removeprefix(MODEL_PREFIX)}: shape {shapes[name]}; the config says {shape}"
+                f"{where}: {name.removeprefix(MODEL_PREFIX)}: shape {shapes[name]}; the config says {shape}; "
+                f"{_THEIR_CONFIG}"
             )
 
 

@@ -33,6 +33,10 @@ from megatron_essh.training.optimizer import MOMENTS
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 
+_COPY = "copy the files of all ranks again"
+_WITHOUT = "save it again without them"
+_THEIR_CONFIG = "give the config of the run that saved it"
+
 
 class _Inert:
     """Stands for an object of DeepSpeed that is of no use here."""
@@ -89,9 +93,14 @@ def read_deepspeed_folder(path: Path, tag: str | None = None, model: ModelConfig
         elif match := _OPTIMIZER_FILE.fullmatch(file.name):
             optimizers[int(match[2]), int(match[1])] = file
         elif file.name.startswith(("layer_", "expp_rank_")) or file.name == "zero":
-            raise UserError(f"{file}: of pipeline stages, experts or a universal checkpoint, which cannot be converted")
+            raise UserError(
+                f"{file}: of pipeline stages, experts or a universal checkpoint, which cannot be converted; {_WITHOUT}"
+            )
     if not models:
-        raise UserError(f"{folder}: has no mp_rank_XX_model_states.pt: not a checkpoint of DeepSpeed")
+        raise UserError(
+            f"{folder}: has no mp_rank_XX_model_states.pt: not a checkpoint of DeepSpeed; give the folder that it "
+            "saved to"
+        )
     tp = max(tp_rank for tp_rank, _ in models) + 1
     if tp > 1 and model is None:
         raise UserError(f"{folder}: of {tp} tensor-parallel ranks: give --config, which says how they share the model")
@@ -99,12 +108,14 @@ def read_deepspeed_folder(path: Path, tag: str | None = None, model: ModelConfig
     step = updates = 0
     for tp_rank in range(tp):
         if (tp_rank, 0) not in models:
-            raise UserError(f"{folder}: the model states of tensor-parallel rank {tp_rank} of {tp} are missing")
+            raise UserError(
+                f"{folder}: the model states of tensor-parallel rank {tp_rank} of {tp} are missing; {_COPY}"
+            )
         file = models[tp_rank, 0]
         states = _load(file)
         _refuse_unsupported(file, states)
         step = int(states["global_steps"])
-        place = _Place(tp, tp_rank, model)
+        place = _Place(folder, tp, tp_rank, model)
         parts.append({})
         shapes = [{name: tuple(shape) for name, shape in group.items()} for group in states["param_shapes"] or []]
         for name, tensor in states["module"].items():  # stage 0; else only buffers have their values here
@@ -118,7 +129,7 @@ def read_deepspeed_folder(path: Path, tag: str | None = None, model: ModelConfig
             if (tp_rank, dp_rank) not in optimizers:
                 raise UserError(
                     f"{folder}: zero_pp_rank_{dp_rank}_mp_rank_{tp_rank:02d}_optim_states.pt is missing, and {dp} "
-                    "data-parallel ranks saved this checkpoint"
+                    f"data-parallel ranks saved this checkpoint; {_COPY}"
                 )
             partition = _Partition(optimizers[tp_rank, dp_rank], dp)
             updates = partition.updates
@@ -153,25 +164,29 @@ def _load(file: Path) -> dict[str, Any]:
             f"{file}: {what}: a file that could run code is not opened; save without client_state objects"
         ) from None
     except (OSError, RuntimeError, EOFError) as error:
-        raise UserError(f"{file}: cannot be read ({str(error).splitlines()[0]})") from None
+        raise UserError(f"{file}: cannot be read ({str(error).splitlines()[0]}); {_COPY}") from None
     if not isinstance(content, dict):
-        raise UserError(f"{file}: not a file of DeepSpeed's checkpoints")
+        raise UserError(f"{file}: not a file of DeepSpeed's checkpoints; {_COPY}")
     return content
 
 
 def _refuse_unsupported(file: Path, states: dict[str, Any]) -> None:
     missing = {"module", "buffer_names", "param_shapes", "global_steps", "dp_world_size"} - set(states)
     if missing:
-        raise UserError(f"{file}: has no {min(missing)}: not the model states of a DeepSpeed that is supported")
+        raise UserError(
+            f"{file}: has no {min(missing)}: not the model states of a DeepSpeed that is supported; save it again with "
+            "the DeepSpeed that this package installs"
+        )
     for key, what in (("frozen_param_shapes", "frozen parameters"), ("shared_params", "parameters that share memory")):
         if states.get(key):
-            raise UserError(f"{file}: holds {what} ({next(iter(states[key]))}), which cannot be converted")
+            raise UserError(f"{file}: holds {what} ({next(iter(states[key]))}), which cannot be converted; {_WITHOUT}")
 
 
 @dataclass(frozen=True)
 class _Place:
     """A tensor-parallel rank, and what it holds."""
 
+    folder: Path
     tp: int
     tp_rank: int
     model: ModelConfig | None
@@ -188,7 +203,9 @@ class _Place:
             end = start + tensor.numel()
             part[prefix + name] = Piece(tensor, shape, sharding, self.tp, self.tp_rank, start, end)
         except ValueError as error:
-            raise UserError(f"{name}: {error}: not the parameter of the config's model") from None
+            raise UserError(
+                f"{self.folder}: {name}: {error}: not the parameter of the config's model; {_THEIR_CONFIG}"
+            ) from None
 
     def _sharding(self, name: str) -> Sharding | None:
         if self.tp == 1:
@@ -197,7 +214,9 @@ class _Place:
         try:
             return sharding_of(name, self.model)
         except KeyError as error:
-            raise UserError(f"{error.args[0]}; how tensor-parallel ranks share it is not known") from None
+            raise UserError(
+                f"{self.folder}: {error.args[0]}: how tensor-parallel ranks share it is not known; {_THEIR_CONFIG}"
+            ) from None
 
 
 class _Partition:
@@ -207,10 +226,12 @@ class _Partition:
         self.file = file
         content = _load(file).get("optimizer_state_dict")
         if not isinstance(content, dict) or "partition_count" not in content:
-            raise UserError(f"{file}: not the optimizer states of ZeRO stage 1, 2 or 3")
+            raise UserError(f"{file}: not the optimizer states of ZeRO stage 1, 2 or 3; {_COPY}")
         counts = content["partition_count"]
         if {int(c) for c in (counts if isinstance(counts, list) else [counts])} != {dp}:
-            raise UserError(f"{file}: in {counts} partitions, and {dp} ranks saved it: experts cannot be converted")
+            raise UserError(
+                f"{file}: in {counts} partitions, and {dp} ranks saved it: experts cannot be converted; {_WITHOUT}"
+            )
         self.by_parameter = "fp32_flat_groups" in content
         """Stage 3 cuts each parameter, stages 1 and 2 cut each group of them."""
         key, state = "single_partition_of_fp32_groups", "base_optimizer_state"
@@ -220,14 +241,18 @@ class _Partition:
         self.alignment: list[list[int]] | None = content.get("param_alignment_paddings")
         kept = content[state]
         if not isinstance(kept, dict) or "state" not in kept:
-            raise UserError(f"{file}: keeps the optimizer's state in a way that cannot be converted")
+            raise UserError(
+                f"{file}: keeps the optimizer's state in a way that cannot be converted; save it again with Adam"
+            )
         groups = [kept["state"][number] for number in sorted(kept["state"])]
         self.updates = 0
         for group in groups:
             unknown = set(group) - {"step", *MOMENTS}
             if unknown or not set(MOMENTS) <= set(group):
                 names = ", ".join(sorted(map(str, group)))
-                raise UserError(f"{file}: the optimizer keeps {names}: only Adam's moments can be converted")
+                raise UserError(
+                    f"{file}: the optimizer keeps {names}: only Adam's moments can be converted; save again with Adam"
+                )
             self.updates = int(group.get("step", 0))
         if groups:
             self.flat |= {f"{moment}.": [group[moment] for group in groups] for moment in MOMENTS}
@@ -241,7 +266,9 @@ class _Partition:
                 yield from self._of_parameters(prefix, flat, shapes, dp_rank, dp)
                 continue
             if len(flat) != len(shapes):
-                raise UserError(f"{self.file}: {len(flat)} groups of {prefix}* for {len(shapes)} of parameters")
+                raise UserError(
+                    f"{self.file}: {len(flat)} groups of {prefix}* for {len(shapes)} of parameters; {_COPY}"
+                )
             for number, (partition, group) in enumerate(zip(flat, shapes, strict=True)):
                 # The last partition may lack its padding; the moments of every one have it.
                 kept = [self.flat[kind][number].numel() for kind in self.flat]
@@ -276,5 +303,7 @@ class _Partition:
                 found.append(tensor[low - offset : high - offset])
             offset += tensor.numel()
         if end > offset:
-            raise UserError(f"{self.file}: {offset} elements where its parameters have {end} or more: not complete")
+            raise UserError(
+                f"{self.file}: {offset} elements where its parameters have {end} or more: not complete; {_COPY}"
+            )
         return found[0] if len(found) == 1 else torch.cat(found)

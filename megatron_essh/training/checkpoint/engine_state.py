@@ -19,7 +19,7 @@ from megatron_essh.errors import UserError
 from megatron_essh.parallel.interleave import Sharding
 from megatron_essh.training.checkpoint.manifest import read_manifest
 from megatron_essh.training.checkpoint.pieces import Copies, Piece, Want
-from megatron_essh.training.checkpoint.reading import load, read_values
+from megatron_essh.training.checkpoint.reading import ANOTHER, load, read_values
 from megatron_essh.training.engine import NativeEngine
 from megatron_essh.training.state import RANDOM, STATISTIC
 
@@ -75,7 +75,7 @@ def load_into(engine: NativeEngine, path: Path) -> dict[str, Any]:
     known = {*wanted, *held_by_others, STATISTIC}
     unknown = sorted(name for name in saved - known if not name.startswith(RANDOM))
     if unknown:
-        raise UserError(f"{path}: of another model: unknown {', '.join(unknown[:3])} ({len(unknown)} in all)")
+        raise UserError(f"{path}: unknown {', '.join(unknown[:3])} ({len(unknown)} in all): {ANOTHER}")
     load(path, wanted)
     engine.load_state(own, values["engine"])
     return values

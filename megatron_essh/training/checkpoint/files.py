@@ -201,7 +201,7 @@ def read_layout(path: Path) -> tuple[bytes, dict[str, Stored]]:
                 raise ValueError(f"tensor {name} lies outside the file")
             stored[name] = Stored(dtype, shape, 8 + length + begin, end - begin)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: not a readable safetensors file ({error})") from None
+        raise UserError(f"{path}: not a readable safetensors file ({error}); write or copy it again") from None
     return prefix + text, stored
 
 

@@ -131,13 +131,15 @@ def resolve_checkpoint(path: Path) -> Path:
     if _FINISHED.fullmatch(path.resolve().name) or (path / MANIFEST_FILE).exists():
         damage = _damage(path)
         if damage is not None:
-            raise UserError(damage)
+            raise UserError(f"{damage}; give another checkpoint, or restore this one")
         return path
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     found = find_checkpoint(folder)
     if found is None:
-        damaged = " whole" if checkpoint_steps(folder) else ""
-        raise UserError(f"{folder}: no{damaged} checkpoint (step_XXXXXXXX) in this folder")
+        what, remedy = "checkpoint", "give a run's output folder or one of its checkpoints"
+        if checkpoint_steps(folder):
+            what, remedy = "whole checkpoint", "restore one, or give another run"
+        raise UserError(f"{folder}: no {what} (step_XXXXXXXX) in this folder; {remedy}")
     return found
 
 

@@ -235,7 +235,9 @@ def read_manifest(path: Path) -> Manifest:
     if version == 1:
         return _read_version_1(path, file, manifest)
     if version != VERSION:
-        raise DamagedCheckpoint(f"{file}: version {version!r} where this package reads versions 1 and {VERSION}")
+        raise DamagedCheckpoint(
+            f"{file}: version {version!r} where this package reads versions 1 and {VERSION} (a newer one may read it)"
+        )
     digest = manifest.pop("sha256", None)
     # The very bytes, because a parser forgives some changes.
     if digest != _digest(manifest) or content != _dump(manifest | {"sha256": digest}):

@@ -40,6 +40,8 @@ READERS = 4
 """Threads that read and hash; each has a chunk in memory."""
 SHOWN = 3
 """Names that an error lists."""
+ANOTHER = "of another model; continue it with the config that it was saved with"
+"""What is wrong with a checkpoint that does not fit, and what to do."""
 
 _STACKED = re.compile(r".+\.\d+")
 
@@ -78,7 +80,9 @@ def read_parts(manifest: Manifest, wanted: Mapping[str, Want]) -> dict[str, Tens
     if set(missing) != stacked:
         missing = [name for name in missing if name not in stacked]
         alone = missing[0].startswith("exp_avg.") and not any(name.startswith("exp_avg.") for name in places)
-        remedy = "; parameters alone can be evaluated, exported and refined, and continue no run" if alone else ""
+        remedy = f": {ANOTHER}"
+        if alone:
+            remedy = "; parameters alone can be evaluated, exported and refined, and continue no run"
         raise UserError(f"{path}: has no {', '.join(missing[:SHOWN])} ({len(missing)} missing in all){remedy}")
     if stacked:
         stacks = read_parts(manifest, {name.rpartition(".")[0]: Want() for name in stacked})
@@ -105,7 +109,7 @@ def read_parts(manifest: Manifest, wanted: Mapping[str, Want]) -> dict[str, Tens
         except UserError:
             raise
         except ValueError as error:
-            raise UserError(f"{path}: {name}: saved {error}: of another model") from None
+            raise UserError(f"{path}: {name}: saved {error}: {ANOTHER}") from None
         return copied
 
     jobs = sorted((job for name in wanted for job in places[name]), key=lambda job: (job[0], job[1].offset))
@@ -120,14 +124,14 @@ def read_parts(manifest: Manifest, wanted: Mapping[str, Want]) -> dict[str, Tens
 def _destination(path: Path, name: str, want: Want, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Span, Tensor]:
     """Which elements go where; UserError where `want` does not fit a tensor of that shape."""
     if want.shape is not None and want.shape != shape:
-        raise UserError(f"{path}: {name} has shape {shape}, and {want.shape} is wanted: of another model")
+        raise UserError(f"{path}: {name} has shape {shape}, and {want.shape} is wanted: {ANOTHER}")
     try:
         span, result_shape = want.span(shape), want.result_shape(shape)
     except ValueError as error:
-        raise UserError(f"{path}: {name}: {error}: of another model") from None
+        raise UserError(f"{path}: {name}: {error}: {ANOTHER}") from None
     into = torch.empty(result_shape, dtype=dtype) if want.into is None else want.into
     if into.numel() != span.numel:
-        raise UserError(f"{path}: {name}: {span.numel} elements for a tensor of {into.numel()}: of another model")
+        raise UserError(f"{path}: {name}: {span.numel} elements for a tensor of {into.numel()}: {ANOTHER}")
     return span, into
 
 
@@ -139,7 +143,7 @@ def _layer_of(path: Path, whole: Mapping[str, Tensor], name: str, want: Want) ->
     """NAME.3 of a checkpoint that holds NAME as one tensor [L, ...], as the unit statistics once were saved."""
     stack, _, layer = name.rpartition(".")
     if int(layer) >= len(whole[stack]):
-        raise UserError(f"{path}: has no {name}: of another model")
+        raise UserError(f"{path}: has no {name}: {ANOTHER}")
     tensor = whole[stack][int(layer)]
     span, into = _destination(path, name, want, tuple(tensor.shape), tensor.dtype)
     copy_overlap(tensor.reshape(-1), Span.of(tuple(tensor.shape)), into.view(-1), span)
