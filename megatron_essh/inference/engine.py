@@ -12,9 +12,10 @@ that the recordings read. What comes but once is not recorded (see `recordings`)
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +33,9 @@ from megatron_essh.model.language_model import LanguageModel
 from megatron_essh.model.state import ModelState
 
 GREEDY = SamplingConfig(temperature=0.0)
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -83,9 +87,29 @@ class _Live:
     """Tokens that it has taken in."""
 
 
-class Engine:
-    """Decodes sequences of one model at one capacity."""
+def _on_its_device(
+    method: Callable[Concatenate[Engine, Given], Result],
+) -> Callable[Concatenate[Engine, Given], Result]:
+    """A method that runs on the engine's device, whichever is current, without gradients and the caller's autocast."""
 
+    @wraps(method)
+    def called(self: Engine, *args: Given.args, **settings: Given.kwargs) -> Result:
+        device = self.model.device
+        # On a GPU nothing of a step listens to autocast.
+        place = torch.cuda.device(device) if device.type == "cuda" else torch.autocast(device.type, enabled=False)
+        with torch.no_grad(), place:
+            return method(self, *args, **settings)
+
+    return called
+
+
+class Engine:
+    """Decodes sequences of one model at one capacity.
+
+    For one thread: nothing here is locked, and while an engine makes a recording no other may use the GPU.
+    """
+
+    @torch.inference_mode(False)  # what is made here is written to outside of the caller's too
     def __init__(
         self,
         model: LanguageModel,
@@ -175,7 +199,7 @@ class Engine:
         """Tokens that the slot's sequence has taken in."""
         return self._sequence(slot).taken
 
-    @torch.no_grad()
+    @_on_its_device
     def add(self, prompt: Sequence[int], sampling: SamplingConfig = GREEDY, seed: int = 0) -> int:
         """Take in all of a prompt but its last token, which the first step does; the slot that it got.
 
@@ -198,7 +222,7 @@ class Engine:
         self._sequence(slot)
         del self._live[slot]
 
-    @torch.no_grad()
+    @_on_its_device
     def fork(self, slot: int, *, sampling: SamplingConfig | None = None, seed: int | None = None) -> int:
         """A second sequence that goes on from where this one is, in the slot returned; None keeps the setting.
 
@@ -214,7 +238,7 @@ class Engine:
         self._settle(target, _Live(sampling or source.sampling, seed, source.taken))
         return target
 
-    @torch.no_grad()
+    @_on_its_device
     def save(self, slot: int) -> SavedSequence:
         """A copy of the slot's sequence on the CPU; the slot keeps it."""
         sequence = self._sequence(slot)
@@ -234,12 +258,13 @@ class Engine:
             self._fingerprint,
         )
 
-    @torch.no_grad()
+    @_on_its_device
     def restore(self, saved: SavedSequence) -> int:
         """Take in a saved sequence, which goes on as the one that was saved; the slot that it got.
 
         Raises:
-            UserError: it was saved by an engine of other sizes, of another model or capacity, or there is no free slot.
+            UserError: it was saved by an engine of other sizes, of another model or capacity, as far as `fingerprint`
+                tells; it is damaged; there is no free slot.
         """
         own = self.model.init_state(1, self.capacity, max_length=self._max_length, dtype=self.dtype)
         for part in ("spectral", "keys", "values"):
@@ -253,13 +278,19 @@ class Engine:
             )
         if saved.model != self._fingerprint:
             raise UserError("saved sequence: of another model than this engine's, or of another capacity of it")
+        taken = int(saved.state.position_B)
+        if not 0 <= saved.token < entries or taken < 0:
+            raise UserError(f"saved sequence: damaged, with token {saved.token} at position {taken}; save it again")
+        check_seed(saved.seed)
+        self._check_room(taken)
         slot = self._free_slot()
         put(self.state, torch.tensor([slot], device=self.model.device), saved.state)
         self._sampling.seen_SV[slot].copy_(saved.seen_V)
         self._sampling.token_S[slot].fill_(saved.token)
-        self._settle(slot, _Live(saved.sampling, saved.seed, int(saved.state.position_B)))
+        self._settle(slot, _Live(saved.sampling, saved.seed, taken))
         return slot
 
+    @_on_its_device
     def force(self, slot: int, token: int) -> None:
         """Put `token` in the place of the slot's last one, which the next step takes in: for scoring given texts.
 
@@ -272,7 +303,7 @@ class Engine:
         check_prompt([token], self.model.config.vocab_size)
         self._sampling.force(slot, token)
 
-    @torch.no_grad()
+    @_on_its_device
     def step(self, slots: Sequence[int]) -> Drawn:
         """Take in the last token of each slot's sequence and draw the next.
 
@@ -356,5 +387,9 @@ def check_prompt(prompt: Sequence[int], entries: int) -> list[int]:
 
 def check_seed(seed: int) -> None:
     """Refuse what is no seed, with a `UserError`."""
-    if not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise UserError(f"seed: {seed} must lie in 0 to 2^63 - 1")
+    try:
+        fits = 0 <= operator.index(seed) < 2**63
+    except TypeError:
+        fits = False
+    if not fits:
+        raise UserError(f"seed: {seed} must be a whole number of 0 to 2^63 - 1")

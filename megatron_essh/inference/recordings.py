@@ -48,7 +48,7 @@ class Recordings:
             return
         if key not in self._recorded:
             graph = torch.cuda.CUDAGraph()
-            # Other threads may call the driver meanwhile.
+            # What another thread calls meanwhile, a loader's say, is not held against this one.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 kept = work()
             self._recorded[key] = graph, kept

@@ -25,6 +25,8 @@ from megatron_essh.files import write_atomically
 from megatron_essh.spectral.cache import ENVIRONMENT_VARIABLE, cache_directory
 
 FLAGS = ("-cubin", "-O3", "-std=c++17")
+OTHER_FLAGS = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
+"""Variables from which nvcc takes more of them."""
 SOURCES = (Path(__file__).resolve().parents[2] / "csrc", Path(__file__).resolve().parents[1] / "csrc")
 """Where sources are: of a checkout; of an installed package, in which setup.py puts a copy."""
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -36,8 +38,8 @@ _DEVICE_SHARED = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 _DEPENDENT = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
-def source(name: str) -> Path:
-    """The CUDA source file of this name.
+def source(name: str | Path) -> Path:
+    """The CUDA source file of this name; a whole path is itself.
 
     Raises:
         UserError: it is neither in the checkout nor in the installed package.
@@ -72,8 +74,8 @@ def build(source: Path, capability: tuple[int, int], defines: Mapping[str, int])
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "kernel.cubin"
         done = _call(compiler, *flags, str(source), "-o", str(target))
-        if done.returncode == 0 and target.is_file():
-            return target.read_bytes()
+        if done.returncode == 0 and target.is_file() and (code := target.read_bytes()):
+            return code
     said = f"{done.stdout}\n{done.stderr}".strip()[:2000]
     raise UserError(f"{source}: {compiler} could not build it for sm_{arch}:\n{said}")
 
@@ -83,7 +85,8 @@ def built(source: Path, capability: tuple[int, int], defines: Mapping[str, int])
     compiler = nvcc()
     key = hashlib.sha256(source.read_bytes())
     version = None if compiler is None else _version(compiler)
-    key.update(repr((FLAGS, capability, sorted(defines.items()), version)).encode())
+    flags = (*FLAGS, *(os.environ.get(name) for name in OTHER_FLAGS))
+    key.update(repr((flags, capability, sorted(defines.items()), version)).encode())
     try:
         path = cache_directory() / f"{source.stem}-{key.hexdigest()[:32]}.cubin"
     except OSError as error:
@@ -231,32 +234,32 @@ class CudaModule:
             raise RuntimeError(f"{self._source.name}: must have run once before it is recorded as a CUDA graph")
 
 
-def module(source: Path, device: torch.device, **defines: int) -> CudaModule | None:
+def module(name: str | Path, device: torch.device, **defines: int) -> CudaModule | None:
     """The kernels of a source file on a CUDA device, looked for once in a process.
 
-    None where there is no nvcc; and, after one warning for each source, where it cannot be run, refuses the source, or
-    builds what the driver cannot load.
+    None where there is no nvcc; and, after one warning for each source, where that is missing, or nvcc cannot be run,
+    refuses the source, or builds what the driver cannot load.
 
     Raises:
         RuntimeError: they have not been looked for before, and the current stream is being recorded.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
-    return _module(source, index, tuple(sorted(defines.items())))
+    return _module(name, index, tuple(sorted(defines.items())))
 
 
-_told: set[Path] = set()
+_told: set[str | Path] = set()
 """Sources of which a warning has said that there are no kernels."""
 
 
 @cache
-def _module(source: Path, index: int, defines: tuple[tuple[str, int], ...]) -> CudaModule | None:
+def _module(name: str | Path, index: int, defines: tuple[tuple[str, int], ...]) -> CudaModule | None:
     if nvcc() is None:
         return None
     try:
-        return CudaModule(source, torch.device("cuda", index), dict(defines))
+        return CudaModule(source(name), torch.device("cuda", index), dict(defines))
     except (UserError, OSError) as error:
-        if source not in _told:
-            _told.add(source)
+        if name not in _told:
+            _told.add(name)
             why = "\n".join(str(error).splitlines()[:_QUOTED_LINES])
             warnings.warn(f"{why}\nThe Triton kernels are used instead.", RuntimeWarning, stacklevel=3)
         return None

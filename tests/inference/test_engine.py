@@ -199,6 +199,42 @@ def test_a_saved_sequence_is_restored_in_another_engine(model, steps):
         small.restore(saved)
 
 
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        ({"token": 264}, "saved sequence: damaged, with token 264 at position 1; save it again"),
+        ({"token": -1}, "saved sequence: damaged, with token -1"),
+        ({"seed": -1}, "seed: -1 must be a whole number of 0 to"),
+        ({"position": -5}, "saved sequence: damaged, with token 8 at position -5"),
+    ],
+    ids=str,
+)
+def test_a_damaged_saved_sequence_is_refused(model, damage, complaint):
+    engine = engine_of(model)
+    saved = engine.save(engine.add([9, 8]))
+    if "position" in damage:
+        damage = {"state": dataclasses.replace(saved.state, position_B=torch.tensor([damage["position"]]))}
+    with pytest.raises(UserError, match=complaint):
+        engine.restore(dataclasses.replace(saved, **damage))
+    assert engine.live == [0]
+
+
+@pytest.mark.parametrize(
+    "around", [lambda: torch.autocast("cpu", torch.bfloat16), torch.inference_mode], ids=["autocast", "inference mode"]
+)
+def test_what_the_caller_has_set_changes_nothing(tiny_config, random_model, around):
+    model = random_model(tiny_config.model)
+    given = random_tokens(1, LENGTH)
+    engine = engine_of(model)
+    expected = forced_logits(engine, [engine.add(given[0, :1].tolist())], given)
+    with around():
+        engine = engine_of(model)
+        slot = engine.add(given[0, :1].tolist())
+        found = forced_logits(engine, [slot], given)
+    assert torch.equal(found, expected)
+    engine.step([slot])  # outside of it too
+
+
 def test_a_saved_state_is_one_that_the_model_steps(model, device):
     engine = engine_of(model)
     slot = engine.add(random_tokens(1, 30)[0].tolist())
@@ -455,7 +491,7 @@ def first_token(model, prompt):
         (lambda engine: engine.step([0, 0]), "name at least one, and each once"),
         (lambda engine: engine.add([1.5]), "token ids must be whole numbers"),
         (lambda engine: engine.add("ab"), "token ids must be whole numbers"),
-        (lambda engine: engine.add([1], seed=1.5), "seed: 1.5"),
+        (lambda engine: engine.add([1], seed=1.5), "seed: 1.5 must be a whole number of 0 to"),
     ],
 )
 def test_misuse_is_an_error_and_leaves_sequences_as_they_were(model, misuse, complaint):

@@ -176,8 +176,8 @@ def test_the_toolkit_that_is_named_comes_before_that_on_the_path(
     assert nvcc() == tmp_path / "toolkit" / "bin" / "nvcc"
 
 
-def test_a_source_is_compiled_once_for_each_capability_compiler_and_text(
-    kernel: Path, fake_compiler: Callable[..., Path], cache: Path
+def test_a_source_is_compiled_once_for_each_capability_compiler_flags_and_text(
+    kernel: Path, fake_compiler: Callable[..., Path], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = fake_compiler()
     first = built(kernel, CAPABILITY, {})
@@ -194,7 +194,11 @@ def test_a_source_is_compiled_once_for_each_capability_compiler_and_text(
     fake_compiler()
     built(kernel, CAPABILITY, {})
     assert builds(log) == 4
-    assert len(list(cache.iterdir())) == 4
+    for number, variable in enumerate(cuda_module.OTHER_FLAGS):
+        monkeypatch.setenv(variable, "-G")
+        built(kernel, CAPABILITY, {})
+        assert builds(log) == 5 + number
+    assert len(list(cache.iterdir())) == 6
 
 
 def test_defines_are_given_to_the_compiler_and_make_another_entry(
@@ -406,7 +410,7 @@ def test_without_a_compiler_there_are_no_kernels_and_nothing_is_said(
 
 
 @pytest.mark.parametrize(
-    "failure", ["refuses the source", "cannot be run", "is not what the driver knows", "has no place"]
+    "failure", ["refuses the source", "cannot be run", "is not what the driver knows", "has no place", "has no source"]
 )
 def test_a_toolkit_that_does_not_work_costs_one_warning(
     kernel: Path,
@@ -421,6 +425,8 @@ def test_a_toolkit_that_does_not_work_costs_one_warning(
     assert program is not None
     if failure == "cannot be run":
         program.write_text("no program")
+    if failure == "has no source":
+        kernel.unlink()
     if failure == "has no place":
         monkeypatch.setattr(tempfile, "tempdir", "/nowhere/at/all")
     with warnings.catch_warnings(record=True) as caught:
@@ -435,6 +441,7 @@ def test_a_toolkit_that_does_not_work_costs_one_warning(
         "cannot be run": r"bin/nvcc: cannot be run \(.*\); set CUDA_HOME",
         "is not what the driver knows": r"kernel\.cu, built by .*bin/nvcc: .*cannot load it: no binary for this GPU",
         "has no place": "No such file or directory: '/nowhere/at/all",
+        "has no source": "kernel.cu is there; install the package anew",
     }[failure]
     assert re.search(expected, str(warning.message))
     assert str(warning.message).endswith("\nThe Triton kernels are used instead.")

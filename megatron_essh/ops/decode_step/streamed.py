@@ -111,7 +111,7 @@ def product(
 
 
 def _module(device: torch.device, inputs: int) -> CudaModule | None:
-    return cuda_module.module(cuda_module.source("decode_products.cu"), device, INPUTS=inputs)
+    return cuda_module.module("decode_products.cu", device, INPUTS=inputs)
 
 
 @cache
