@@ -50,6 +50,7 @@ from megatron_essh.benchmarks.decoding import (
 from megatron_essh.benchmarks.decoding_plot import draw, draw_drift
 from megatron_essh.benchmarks.drift import FORWARD, MOST_GROWTH, drift_cases, measure_drift, strengthen
 from megatron_essh.benchmarks.prefill import Prompt, measure_prefill
+from megatron_essh.benchmarks.room import within_memory
 from megatron_essh.benchmarks.scaling_command import main as scaling
 from megatron_essh.benchmarks.scan import measure_scan
 from megatron_essh.benchmarks.training import Case, Schedule, make_case, measure_training, ratios, with_batches
@@ -69,6 +70,11 @@ DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs/runs/quicksta
 ONES = ("repeats", "micro_batch", "accumulation", "steps", "length", "batch", "documents")
 LEAST = {"warmup": 0, "context": 0, **dict.fromkeys(ONES, 1)}
 """What the numbers on the command line must be at least."""
+MOST = {
+    **dict.fromkeys(("repeats", "micro_batch", "accumulation", "steps", "warmup"), 10**6),
+    **dict.fromkeys(("length", "batch", "documents", "context"), 2**53),
+}
+"""And at most: no run is as long, and a program that reads the figures holds no larger number exactly."""
 DECODING = ("decode", "drift")
 """What takes a trained model, and several tiers and batches."""
 DECODING_ONLY = ("context", "weights", "plot")
@@ -101,24 +107,34 @@ def main() -> int | None:
         for value in given if isinstance(given, list) else [given]:
             if value is not None and value < least:
                 raise UserError(f"--{name.replace('_', '-')} {value}: at least {least}")
+            if value is not None and value > MOST[name]:
+                raise UserError(f"--{name.replace('_', '-')} {value}: at most {MOST[name]}")
     _check_options(args, parser)
     _check_decoding(args)
     for name in ("json", "plot"):
         if getattr(args, name) is not None:
             check_target(getattr(args, name), f"--{name}")
+    if args.json is not None and args.plot is not None and _place(args.json) == _place(args.plot):
+        raise UserError(f"--plot {args.plot}: the file of --json too; name another one")
     model, config = _open(args)
     if config.training.threads is not None:
         torch.set_num_threads(config.training.threads)
     with open_mesh(config.parallel, config.training.device) as mesh:
         if mesh.world > 1 and args.what != "train":
             raise UserError(f"{args.what}: measures one device; of {mesh.world} processes, `train` alone does")
-        if args.what == "decode":
-            _decode(args, config, model, mesh.device)
-        elif args.what == "drift":
-            _drift(args, config, model, mesh.device)
-        else:
-            _measure(args, with_batches(config, args.micro_batch, args.accumulation, mesh.dp), mesh)
+        with within_memory(args.what, mesh.device):
+            if args.what == "decode":
+                _decode(args, config, model, mesh.device)
+            elif args.what == "drift":
+                _drift(args, config, model, mesh.device)
+            else:
+                _measure(args, with_batches(config, args.micro_batch, args.accumulation, mesh.dp), mesh)
     return None
+
+
+def _place(file: Path) -> Path:
+    """Where a file that is written lies; a link's own place, since it is the link that makes way."""
+    return file.parent.resolve() / file.name
 
 
 def _open(args: argparse.Namespace) -> tuple[LanguageModel | None, RunConfig]:
@@ -131,7 +147,7 @@ def _open(args: argparse.Namespace) -> tuple[LanguageModel | None, RunConfig]:
         return None, load_config(args.config, args.overrides)
     if args.overrides:
         raise UserError(f"--set {args.overrides[0]}: {args.config} is a trained model, whose config stands")
-    model, config, _ = open_model(args.config)
+    model, config, _ = open_model(args.config, tokenizer=False)
     # How it was trained does not matter here: one process, on a GPU if there is one.
     training = replace(config.training, device="auto")
     return model, replace(config, parallel=ParallelConfig(), training=training)

@@ -31,10 +31,10 @@ from megatron_essh.errors import UserError, run_command
 from megatron_essh.evaluation.data import open_evaluation_data
 from megatron_essh.evaluation.perplexity import Windows, score, scored_bytes
 from megatron_essh.evaluation.quantized import quantized_model
-from megatron_essh.export.loading import open_model, open_tokenizer
+from megatron_essh.export.loading import open_tokenizer
 from megatron_essh.export.provenance import Provenance
 from megatron_essh.files import check_target, write_atomically
-from megatron_essh.inference.command import add_model_arguments, describe, given_tokenizer
+from megatron_essh.inference.command import add_model_arguments, describe, given_tokenizer, open_given_model
 from megatron_essh.inference.quantization import Quantization
 from megatron_essh.model.accounting import parameter_counts
 from megatron_essh.version import __version__
@@ -73,7 +73,7 @@ def perplexity(args: argparse.Namespace) -> None:
     if args.json is not None:
         check_target(args.json, "--json")
     device = pick_device(args.device)
-    model, config, provenance = open_model(args.model, device)
+    model, config, provenance = open_given_model(args, device)
     capacities = _capacities(args.tier, config, provenance)
     if args.weights and len(set(args.weights)) < len(args.weights):
         raise UserError(f"--weights: one of {', '.join(args.weights)} is given twice; give each once")

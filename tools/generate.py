@@ -25,7 +25,7 @@ from megatron_essh.data.tokenizers import Tokenizer
 from megatron_essh.device import pick_device
 from megatron_essh.elastic.capacity import full_capacity, parse_capacity
 from megatron_essh.errors import UserError, run_command
-from megatron_essh.export.loading import open_model, open_tokenizer
+from megatron_essh.export.loading import open_tokenizer
 from megatron_essh.inference import (
     Engine,
     Request,
@@ -35,10 +35,13 @@ from megatron_essh.inference import (
     generate_many,
     real_tokens,
 )
-from megatron_essh.inference.command import add_model_arguments, describe, given_tokenizer
+from megatron_essh.inference.command import add_model_arguments, describe, given_tokenizer, open_given_model
 from megatron_essh.inference.generate import REPLACEMENT
 
 MOST_SLOTS = 64
+"""Texts that are made at once where --slots says nothing."""
+MOST_TEXTS = 1_000_000
+"""In one call: they are kept until the last of them is made."""
 
 
 def main() -> None:
@@ -91,9 +94,10 @@ def main() -> None:
     for name in ("num_samples", "slots"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')}: {getattr(args, name)} makes no text; give 1 or more")
+    check_texts(args)
 
     device = pick_device(args.device)
-    model, config, provenance = open_model(args.model, device)
+    model, config, provenance = open_given_model(args, device)
     capacity = full_capacity(config.model)
     if args.tier is not None:
         capacity = parse_capacity(args.tier, config.model, config.elastic)
@@ -107,14 +111,11 @@ def main() -> None:
             "give a prompt and let it stop at the end of the document"
         )
     prompts = read_prompts(args)
-    texts = [
-        Text(tokenizer, prompt, tokenizer.encode(prompt) if prompt else [tokenizer.eod], stops)
-        for prompt in prompts
-        for _ in range(args.num_samples)
-    ]
+    encoded = [(prompt, tuple(tokenizer.encode(prompt) if prompt else [tokenizer.eod])) for prompt in prompts]
+    texts = [Text(tokenizer, prompt, ids, stops) for prompt, ids in encoded for _ in range(args.num_samples)]
     requests = [
         Request(
-            prompt=tuple(text.ids),
+            prompt=text.ids,
             sampling=sampling,
             seed=args.seed + number,
             max_new_tokens=args.max_new_tokens,
@@ -139,6 +140,15 @@ def main() -> None:
     print_texts(engine, requests, texts)
 
 
+def check_texts(args: argparse.Namespace) -> None:
+    """Refuse more texts than one call makes."""
+    count = len(args.prompt or [None]) * args.num_samples
+    if count > MOST_TEXTS:
+        raise UserError(
+            f"--num-samples: {args.num_samples} of each prompt makes {count} texts; give {MOST_TEXTS} or fewer in all"
+        )
+
+
 def read_prompts(args: argparse.Namespace) -> list[str]:
     """The prompts' texts; one empty text for --unconditional alone."""
     if args.unconditional:
@@ -160,7 +170,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
 class Text:
     """A text that is being made: what has been written of it, and what has not."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: str, ids: list[int], stops: list[str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: str, ids: tuple[int, ...], stops: list[str]) -> None:
         self.ids = ids
         self.count = 0
         self.why = "--max-new-tokens"
@@ -195,8 +205,11 @@ def print_texts(engine: Engine, requests: list[Request], texts: list[Text]) -> N
         sys.stdout.reconfigure(errors="replace")
 
     def write(piece: str) -> None:
-        sys.stdout.write(harmless(piece) if terminal else piece)
-        sys.stdout.flush()
+        try:
+            sys.stdout.write(harmless(piece) if terminal else piece)
+            sys.stdout.flush()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, "standard output") from error
 
     begin = time.perf_counter()
     ended: set[int] = set()

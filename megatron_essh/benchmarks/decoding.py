@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron_essh.benchmarks.prefill import set_precision
+from megatron_essh.benchmarks.room import within_memory
 from megatron_essh.benchmarks.timing import (
     BEFORE_RECORDING,
     Recorded,
@@ -159,7 +160,7 @@ def measure_decoding(
         say: told before a case begins.
 
     Raises:
-        UserError: no such tier, or logits that are not finite.
+        UserError: no such tier, more sequences than there is memory for, or logits that are not finite.
     """
     capacities = {case.tier: parse_capacity(case.tier, config.model, config.elastic) for case in cases}
     rows = []
@@ -168,11 +169,12 @@ def measure_decoding(
     controls: dict[Weights, LanguageModel] = {}
     for case in cases:
         capacity = capacities[case.tier]
-        say(f"{case.tier}, {case.weights} weights: {case.batch:,} x {case.context:,} tokens")
+        what = f"{case.tier}, {case.weights} weights: {case.batch:,} x {case.context:,} tokens"
+        say(what)
         if weights is None or key != (case.tier, case.weights):
             key, weights = (case.tier, case.weights), None  # the old ones go before there are new ones
             weights = pack_model(model, capacity, activation_dtype(case.weights), QUANTIZED.get(case.weights))
-        with torch.inference_mode():
+        with within_memory(what, model.device), torch.inference_mode():
             row = _fused(config, case, capacity, weights, timing, bandwidth)
         free_memory(model.device)
         logits_BV = row.pop("logits_BV")
@@ -181,7 +183,7 @@ def measure_decoding(
             if precision not in controls:
                 controls[precision] = copy.deepcopy(model)
                 set_precision(controls[precision], precision)
-            with torch.inference_mode():
+            with within_memory(what, model.device), torch.inference_mode():
                 row |= _control(controls[precision], config, case, capacity, weights, logits_BV, timing)
             free_memory(model.device)
         rows.append(row)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron_essh.benchmarks.decoding import QUANTIZED, Weights, activation_dtype
+from megatron_essh.benchmarks.room import check_room, within_memory
 from megatron_essh.benchmarks.timing import Recorded, free_memory
 from megatron_essh.config import RunConfig
 from megatron_essh.elastic.capacity import Capacity, parse_capacity
@@ -182,15 +183,27 @@ def measure_drift(
         say: told before a case begins.
 
     Raises:
-        UserError: no such tier, or logits that are not finite.
+        UserError: no such tier, more tokens than there is memory for, or logits that are not finite.
     """
+    for case in cases:
+        check_room(_named(case), case.batch * case.length * _token_bytes(config), model.device)
     rows = []
     for case in cases:
-        say(f"{case.tier}: {case.batch:,} x {case.length:,} tokens, from {case.prompt:,} on by steps")
+        say(f"{_named(case)}, from {case.prompt:,} on by steps")
         capacity = parse_capacity(case.tier, config.model, config.elastic)
-        rows.append(_measure(model, config, case, capacity, weights))
+        with within_memory(_named(case), model.device):
+            rows.append(_measure(model, config, case, capacity, weights))
         free_memory(model.device)
     return rows
+
+
+def _named(case: DriftCase) -> str:
+    return f"{case.tier}: {case.batch:,} x {case.length:,} tokens"
+
+
+def _token_bytes(config: RunConfig) -> int:
+    """Of a token at least: its id, its hidden state in fp32, and the one in bf16."""
+    return 8 + (4 + 2) * config.model.d_model
 
 
 def _measure(

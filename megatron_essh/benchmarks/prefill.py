@@ -21,6 +21,7 @@ from megatron_essh.baselines.transformer import (
     transformer_flops,
     transformer_parameters,
 )
+from megatron_essh.benchmarks.room import check_room, within_memory
 from megatron_essh.benchmarks.timing import free_memory, timed, wait
 from megatron_essh.benchmarks.training import ModelName
 from megatron_essh.config import RunConfig
@@ -33,6 +34,8 @@ from megatron_essh.ops.selective_scan import ModalTables
 
 GENERATED = 128
 """Tokens of each text that is generated."""
+TOKEN_BYTES = 24
+"""Of a prompt's token on the host at least: in a tensor, in a list, and in a request."""
 
 
 @dataclass(frozen=True)
@@ -58,16 +61,19 @@ def measure_prefill(
         compiled: torch.compile the Transformer++'s blocks.
 
     Raises:
-        UserError: no such tier.
+        UserError: no such tier, or more tokens than there is memory for.
     """
-    torch.manual_seed(config.training.seed)
-    tokens = torch.randint(0, config.model.vocab_size, (prompt.batch, prompt.length))
-    if model == "transformer_pp":
-        found = _transformer(config, tokens, prompt, device, compiled=compiled)
-    else:
-        found = _essh(config, tier, tokens, prompt, device)
-    free_memory(device)
     count = prompt.batch * prompt.length
+    what = f"{prompt.batch:,} x {prompt.length:,} tokens"
+    check_room(what, TOKEN_BYTES * count, torch.device("cpu"))
+    with within_memory(what, device):
+        torch.manual_seed(config.training.seed)
+        tokens = torch.randint(0, config.model.vocab_size, (prompt.batch, prompt.length))
+        if model == "transformer_pp":
+            found = _transformer(config, tokens, prompt, device, compiled=compiled)
+        else:
+            found = _essh(config, tier, tokens, prompt, device)
+    free_memory(device)
     flops = count * found.pop("flops_per_token") + prompt.batch * found.pop("head_flops")
     rate = flops / (found["median_ms"] / 1e3) / 1e12
     peak = peak_tflops(device_name(device), config.training.precision)

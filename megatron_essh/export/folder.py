@@ -271,9 +271,14 @@ def read_record(folder: Path) -> ExportRecord:
         raise DamagedExport(str(error)) from None
 
 
-def find_damage(folder: Path, record: ExportRecord) -> DamagedExport | None:
-    """What is wrong with the files that `record` describes, or None when they are as recorded."""
+def find_damage(folder: Path, record: ExportRecord, *, tokenizer: bool = True) -> DamagedExport | None:
+    """What is wrong with the files that `record` describes, or None when they are as recorded.
+
+    `tokenizer` False leaves out the copy of the tokenizer's file.
+    """
     for name, digest in record.hashes.items():
+        if name == record.tokenizer_file and not tokenizer:
+            continue
         file = folder / name
         if not file.is_file():
             return DamagedExport(f"{file}: missing")
@@ -287,17 +292,22 @@ def find_damage(folder: Path, record: ExportRecord) -> DamagedExport | None:
     return None
 
 
-def read_export(folder: Path, *, verify: bool = True) -> tuple[dict[str, Tensor], RunConfig, ExportRecord]:
+def read_export(
+    folder: Path, *, verify: bool = True, tokenizer: bool = True
+) -> tuple[dict[str, Tensor], RunConfig, ExportRecord]:
     """An export's tensors (on the CPU), config and record.
 
-    `verify` False skips sizes and hashes, for a caller that reports on them itself.
+    Args:
+        verify: False skips sizes and hashes, for a caller that reports on them itself.
+        tokenizer: False lets the copy of the tokenizer's file be missing or changed, for a caller that does not read
+            it.
 
     Raises:
         DamagedExport: anything is missing, truncated, changed or in disagreement.
         UserError: the folder is no export, or one of another format.
     """
     record = read_record(folder)
-    damage = find_damage(folder, record) if verify else None
+    damage = find_damage(folder, record, tokenizer=tokenizer) if verify else None
     if damage is not None:
         raise damage
     try:

@@ -27,22 +27,30 @@ MAKE_AGAIN = "restore it, or make it again"
 """What to do about tensors that are not the model's."""
 
 
-def open_model(path: str | Path, device: torch.device | str = "cpu") -> tuple[LanguageModel, RunConfig, Provenance]:
+def open_model(
+    path: str | Path, device: torch.device | str = "cpu", *, tokenizer: bool = True
+) -> tuple[LanguageModel, RunConfig, Provenance]:
     """Build the model that `path` holds, in evaluation mode and without gradients.
+
+    Args:
+        path, tokenizer: as `open_tensors` takes them.
+        device: where the model is to be.
 
     Raises:
         UserError: as `open_tensors` and `build_model`.
     """
-    tensors, config, provenance = open_tensors(path)
+    tensors, config, provenance = open_tensors(path, tokenizer=tokenizer)
     return build_model(tensors, config.model, provenance.path, device), config, provenance
 
 
-def open_tensors(path: str | Path) -> tuple[dict[str, Tensor], RunConfig, Provenance]:
+def open_tensors(path: str | Path, *, tokenizer: bool = True) -> tuple[dict[str, Tensor], RunConfig, Provenance]:
     """The verified parameters that `path` holds, by plain name and on the CPU, with config and provenance.
 
     Args:
         path: a run's output folder or its folder of checkpoints (the newest whole checkpoint is taken), a
             checkpoint folder, or an export folder.
+        tokenizer: False lets an export's copy of its tokenizer's file be missing or changed, for a caller that needs no
+            tokenizer or brings the file.
 
     Raises:
         UserError: missing, truncated, damaged, foreign or unfinished.
@@ -53,7 +61,7 @@ def open_tensors(path: str | Path) -> tuple[dict[str, Tensor], RunConfig, Proven
     if not folder.is_dir():
         raise UserError(f"{folder}: is a file; give the folder of a run, a checkpoint or an export")
     if (folder / RECORD_FILE).exists() or all((folder / name).exists() for name in (MODEL_FILE, CONFIG_FILE)):
-        tensors, config, record = read_export(folder)
+        tensors, config, record = read_export(folder, tokenizer=tokenizer)
         return tensors, config, record.provenance(folder)
     return _open_checkpoint(resolve_checkpoint(folder))
 

@@ -137,6 +137,12 @@ def test_a_copy_that_is_not_as_recorded_is_found(damage, run, tmp_path):
     assert f"tokenizer.json: {damage}" in failed[0].detail
     with pytest.raises(UserError, match=f"tokenizer.json: {damage}"):
         open_model(tmp_path / "T4")
+    provenance = open_model(tmp_path / "T4", tokenizer=False)[2]  # for who needs none, or brings the file
+    given = TokenizerConfig(type="huggingface", model=str(original(run)))
+    assert open_tokenizer(provenance.tokenizer, given, entries=264).encode(TEXT)
+    (tmp_path / "T4/config.yaml").unlink()
+    with pytest.raises(UserError, match=r"config\.yaml: missing"):
+        open_model(tmp_path / "T4", tokenizer=False)
 
 
 def test_a_hash_of_no_file_is_refused(run, tmp_path):

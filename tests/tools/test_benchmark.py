@@ -180,6 +180,14 @@ def test_a_prefill_of_both_models_gives_their_ratio(bench: Bench) -> None:
         (["--tier", "T11"], "capacity 'T11': expected a tier (T1 to T10)"),
         (["--model", "transformer_pp", "--tier", "T1"], "--model transformer_pp has one capacity"),
         (["--elastic"], "--elastic is a mix of training"),
+        (
+            ["--length", 10**14],
+            "1 x 100,000,000,000,000 tokens: would take 2,235,174.2 GiB at least, more than cpu has",
+        ),
+        (["--batch", 10**10], "10,000,000,000 x 24 tokens: would take 5,364.4 GiB at least, more than cpu has; take"),
+        (["--model", "transformer_pp", "--length", 10**14], "tokens: would take 2,235,174.2 GiB at least"),
+        (["--length", 2**53 + 1], "--length 9007199254740993: at most 9007199254740992"),
+        (["--warmup", 10**20], "--warmup 100000000000000000000: at most 1000000"),
     ],
 )
 def test_what_cannot_be_prefilled_is_said(bench: Bench, words: list[object], complaint: str) -> None:
@@ -309,6 +317,16 @@ def test_drift_takes_a_trained_model(
         ("decode", ["--plot", ""], "--plot .: a folder; name a file"),
         ("decode", ["--plot", "/dev/null/x.png"], "--plot /dev/null/x.png: /dev/null is no folder"),
         ("decode", ["--batch", 10**11], "GiB, more than cpu has; take fewer at a time"),
+        ("decode", ["--context", 99999999999999999999], "--context 99999999999999999999: at most 9007199254740992"),
+        ("decode", ["--context", 4, "--context", 2**63 - 1], "--context 9223372036854775807: at most"),
+        ("decode", ["--steps", 10**20], "--steps 100000000000000000000: at most 1000000"),
+        ("decode", ["--repeats", 1_000_001], "--repeats 1000001: at most 1000000"),
+        ("drift", ["--batch", 10**20], "--batch 100000000000000000000: at most 9007199254740992"),
+        ("drift", ["--length", 10**14], "T10: 1 x 100,000,000,000,000 tokens: would take 18,626,451.5 GiB at least"),
+        ("drift", ["--batch", 1, "--batch", 10**10], "T10: 10,000,000,000 x 4,104 tokens: would take 7,644,295.7 GiB"),
+        ("drift", ["--context", 2**53], "GiB at least, more than cpu has; take fewer at a time, or shorter ones"),
+        ("scan", ["--set", "data.sequence_length=100000000000000"], "scan: takes more memory than cpu has"),
+        ("data", ["--documents", 2**53], "data: takes more memory than cpu has"),
         ("decode", ["--tier", "T11"], "capacity 'T11'"),
         ("decode", ["--model", "both"], "leave out --model, --elastic"),
         ("prefill", ["--context", 4], "--context: belongs to decode and drift, not to prefill"),
@@ -320,3 +338,19 @@ def test_drift_takes_a_trained_model(
 def test_what_cannot_be_decoded_is_said(bench: Bench, what: str, words: list[object], complaint: str) -> None:
     _, printed = bench(what, "--set", CPU, *words, expect=2)
     assert complaint in printed
+
+
+@pytest.mark.parametrize("what", ["decode", "drift"])
+def test_figures_and_their_plot_do_not_go_into_one_file(bench: Bench, what: str, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    for same in (tmp_path / "figures.json", tmp_path / "folder/../figures.json"):
+        _, printed = bench(what, "--set", CPU, "--plot", same, expect=2)
+        assert printed == f"error: --plot {same}: the file of --json too; name another one\n"
+    assert not (tmp_path / "figures.json").exists()
+
+
+def test_the_largest_context_is_finite(bench: Bench) -> None:
+    few = ["--steps", 2, "--repeats", 1, "--warmup", 0, "--tier", "T1"]
+    figures, _ = bench("decode", "--set", CPU, "--context", 2**53, "--weights", "fp32", *few)
+    assert figures["decode"][0]["context"] == 2**53
+    assert figures["decode"][0]["logits_difference"] < 1e-4

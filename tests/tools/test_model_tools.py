@@ -16,6 +16,7 @@ import pytest
 
 from megatron_essh.config import TokenizerConfig
 from megatron_essh.data.indexed_dataset import IndexedDataset
+from megatron_essh.data.tokenizers import ByteTokenizer
 from megatron_essh.evaluation.perplexity import Windows, score
 from megatron_essh.export.loading import open_model
 from megatron_essh.training.checkpoint import load_checkpoint, save_checkpoint
@@ -106,12 +107,39 @@ def test_generate_from_a_file_or_from_nothing(run, tmp_path, command):
         (["--prompt", "a", "--top-p", "0"], "top_p: 0.0"),
         (["--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens: 0"),
         (["--prompt", "a", "--tier", "T99"], "capacity 'T99'"),
+        (
+            ["--prompt", "a", "--num-samples", "1000000000"],
+            "--num-samples: 1000000000 of each prompt makes 1000000000 texts; give 1000000 or fewer in all",
+        ),
+        (["--prompt", "a", "--prompt", "b", "--num-samples", "500001"], "makes 1000002 texts; give 1000000 or fewer"),
+        (["--unconditional", "--num-samples", "1000001"], "makes 1000001 texts; give 1000000 or fewer"),
         (["--prompt", "a", "--tier", "7,64"], "this model holds 1 to 6 channels"),
         (["--prompt", "a", "--tokenizer-type", "sentencepiece"], "needs `model`"),
     ],
 )
 def test_bad_requests_for_text_are_one_line(words, message, run, command):
     failed(command("tools/generate.py", run.folder, *words), message)
+
+
+def test_a_prompt_is_encoded_once_for_all_of_its_texts(run, command, monkeypatch):
+    encoded, encode = [], ByteTokenizer.encode
+    monkeypatch.setattr(ByteTokenizer, "encode", lambda self, text: encoded.append(text) or encode(self, text))
+    words = ("--prompt", "One", "--prompt", "Two", "--num-samples", 3, "--max-new-tokens", 2)
+    done = command("tools/generate.py", run.folder, *words)
+    assert done.returncode == 0, done.stderr
+    assert encoded == ["One", "Two"]
+    texts = done.stdout.split("--- ")[1:]
+    assert [text.split("\n")[1][:3] for text in texts] == ["One"] * 3 + ["Two"] * 3
+
+
+def test_standard_output_without_room_is_said(run):
+    words = [sys.executable, "tools/generate.py", str(run.folder), "--prompt", "a", "--max-new-tokens", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            words, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT, check=False
+        )
+    failed(done, "error: standard output: No space left on device")
 
 
 def test_a_script_started_by_a_shell_says_its_mistake_and_ends_with_status_2(run):
