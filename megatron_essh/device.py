@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from functools import cache
 from typing import Literal
 
 import torch
@@ -40,6 +41,12 @@ def pick_device(name: Literal["auto", "cpu", "cuda"], setting: str = "--device")
 def device_name(device: torch.device) -> str:
     """How tables call the device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; one where kernels are interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def peak_tflops(name: str, precision: str) -> float | None:

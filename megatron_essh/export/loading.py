@@ -108,16 +108,16 @@ def build_model(
     Raises:
         UserError: as `check_tensors`.
     """
-    check_tensors(tensors, model, where)
-    with torch.device("meta"):
-        built = LanguageModel(model)
-    names = [name for name, _ in built.named_parameters()]
-    built.load_state_dict({name: tensors[name].to(device) for name in names}, strict=True, assign=True)
+    built = check_tensors(tensors, model, where)
+    built.load_state_dict({name: tensor.to(device) for name, tensor in tensors.items()}, strict=True, assign=True)
     return built.requires_grad_(False).eval()
 
 
-def check_tensors(tensors: Mapping[str, Tensor], model: ModelConfig, where: str) -> None:
-    """Hold tensors to a config, whose parameters they must be exactly, all of one floating dtype.
+def check_tensors(tensors: Mapping[str, Tensor], model: ModelConfig, where: str) -> LanguageModel:
+    """Hold tensors to a config's model, whose parameters they must be exactly, all of one floating dtype.
+
+    Returns:
+        The model on the meta device, which holds no numbers.
 
     Args:
         tensors: parameters by plain name.
@@ -128,8 +128,8 @@ def check_tensors(tensors: Mapping[str, Tensor], model: ModelConfig, where: str)
         UserError: a tensor is missing, unknown, of another shape than the config makes it, or of another dtype.
     """
     with torch.device("meta"):
-        parameters = LanguageModel(model).named_parameters()
-    expected = {name: tuple(parameter.shape) for name, parameter in parameters}
+        blank = LanguageModel(model)
+    expected = {name: tuple(parameter.shape) for name, parameter in blank.named_parameters()}
     missing = [name for name in expected if name not in tensors]
     unknown = [name for name in tensors if name not in expected]
     if missing or unknown:
@@ -148,6 +148,7 @@ def check_tensors(tensors: Mapping[str, Tensor], model: ModelConfig, where: str)
             raise UserError(f"{where}: tensor {name} has shape {actual}, and its config says {shape}; {MAKE_AGAIN}")
         if tensors[name].dtype != dtype:
             raise UserError(f"{where}: tensor {name} is of {tensors[name].dtype}, and {first} of {dtype}; {MAKE_AGAIN}")
+    return blank
 
 
 def open_tokenizer(

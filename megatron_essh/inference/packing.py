@@ -22,7 +22,7 @@ from megatron_essh.model.attention import WindowAttention
 from megatron_essh.model.block import Block
 from megatron_essh.model.language_model import LanguageModel
 from megatron_essh.model.mixer import SpectralMixer
-from megatron_essh.model.state import ModelState
+from megatron_essh.model.state import ModelState, ring_positions
 from megatron_essh.ops.decode_step.state import DecodeState
 from megatron_essh.ops.decode_step.weights import (
     TABLES,
@@ -283,16 +283,12 @@ def put(state: DecodeState, slot_B: Tensor, given: ModelState) -> None:
 
 def take(state: DecodeState, slot: int) -> ModelState:
     """An independent copy of a slot's sequence as the state of a batch of one: `LanguageModel.step` continues it."""
-    window = state.keys_LSHWE.shape[3]
     position_B = state.position_S[slot : slot + 1].clone()
-    last = position_B - 1
-    # The last position before the next one that falls on each ring slot.
-    key_position_BW = last[:, None] - (last[:, None] - torch.arange(window, device=last.device)) % max(window, 1)
     return ModelState(
         [spectral_S[slot : slot + 1].clone() for spectral_S in state.spectral_LSKM2P],
         [keys_S[slot : slot + 1].transpose(1, 2).contiguous() for keys_S in state.keys_LSHWE],
         [values_S[slot : slot + 1].transpose(1, 2).contiguous() for values_S in state.values_LSHWE],
-        key_position_BW.clamp_min(-1),
+        ring_positions(position_B, state.keys_LSHWE.shape[3]),
         position_B,
     )
 

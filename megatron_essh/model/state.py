@@ -176,19 +176,24 @@ def advance_together(state: ModelState, start: int, length: int) -> OrderedUpdat
     return update
 
 
+def ring_positions(count_B: Tensor, window: int) -> Tensor:
+    """int64 [B, W]: which position each ring slot holds once `count_B` tokens were taken in, the last that falls on it;
+    -1 for none."""
+    last_B1 = count_B[:, None] - 1
+    kept_BW = last_B1 - (last_B1 - torch.arange(window, device=count_B.device)) % max(window, 1)
+    return kept_BW.clamp_min(-1)
+
+
 def start_padded(state: ModelState, count_B: Tensor, length: int) -> tuple[PaddedStart, Tensor]:
     """`advance` for sequences that begin with a call of `length` places, the first `count_B` of which are no pads.
 
     Waits for no device. Returns the update and valid_BT, True where there is no pad.
     """
-    window, device = state.key_position_BW.shape[1], count_B.device
-    position_T = torch.arange(length, device=device)
-    last_B1 = count_B[:, None] - 1
-    # The last position that falls on each slot; below 0 where none does.
-    kept_BW = last_B1 - (last_B1 - torch.arange(window, device=device)) % max(window, 1)
-    state.key_position_BW = kept_BW.clamp_min(-1)
+    position_T = torch.arange(length, device=count_B.device)
+    state.key_position_BW = ring_positions(count_B, state.key_position_BW.shape[1])
     state.position_B = count_B.clone()
-    return PaddedStart(position_T, kept_BW.clamp_min(0), kept_BW < 0), position_T < count_B[:, None]
+    empty_BW = state.key_position_BW < 0
+    return PaddedStart(position_T, state.key_position_BW.clamp_min(0), empty_BW), position_T < count_B[:, None]
 
 
 def common_start(state: ModelState, valid_BT: Tensor | None) -> int | None:

@@ -90,7 +90,7 @@ def hollow_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (norm_kernels, rotary_kernels, swiglu_kernels, triton_forward, triton_backward):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Nothing())
-    monkeypatch.setattr(norm_kernels, "_processors", lambda device: 4)
+    monkeypatch.setattr(norm_kernels, "multiprocessors", lambda device: 4)
     monkeypatch.setattr(rms_norm, "_kernels_take", lambda x: True)
     monkeypatch.setattr(selective_scan, "_kernels_take", lambda raw, modes: True)
     monkeypatch.setattr(feed_forward, "swiglu", swiglu_kernels.triton_swiglu)

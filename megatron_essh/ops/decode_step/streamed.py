@@ -8,11 +8,11 @@ evenly, and keeps the batch in registers. Where nvcc is missing, the Triton kern
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 
 import torch
 from torch import Tensor
 
+from megatron_essh.device import multiprocessors
 from megatron_essh.ops import cuda_module
 from megatron_essh.ops.cuda_module import CudaModule
 from megatron_essh.ops.decode_step.weights import PackedWeight
@@ -92,7 +92,7 @@ def product(
     assert module is not None, "no nvcc; ask `worthwhile`"
     name = "units_bf16" if units else "product_fp32" if y_BR.dtype == torch.float32 else "product_bf16"
     tiles = weight.rows // _TILE_ROWS
-    blocks = min(tiles, _multiprocessors(x_BI.device))
+    blocks = min(tiles, multiprocessors(x_BI.device))
     row_bytes = 2 * weight.inputs
     stage_bytes = _TILE_ROWS * (row_bytes if row_bytes % 128 else row_bytes + 64)
     stages = min(_MOST_STAGES, -(-tiles // blocks), module.shared_bytes(name) // stage_bytes)
@@ -112,8 +112,3 @@ def product(
 
 def _module(device: torch.device, inputs: int) -> CudaModule | None:
     return cuda_module.module("decode_products.cu", device, INPUTS=inputs)
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

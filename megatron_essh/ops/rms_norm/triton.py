@@ -10,7 +10,7 @@ partial row, and those are added up afterwards, always in the same order. All ar
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_essh.device import multiprocessors
 from megatron_essh.ops import tuning
 
 
@@ -79,14 +80,6 @@ def norm_backward_kernel(
     tl.store(partials + start * D + d_D, d_weight_D, mask=inside_D)
 
 
-@cache
-def _processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU; one where kernels are interpreted."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).multi_processor_count)
-    return 1
-
-
 def _defaults(resident: int, width: int) -> dict[str, int]:
     """Eight columns a thread, which are one 16-byte load of bf16 and two of fp32; `resident` warps a multiprocessor.
 
@@ -111,7 +104,7 @@ def _launch(kernel: str, rows_ND: Tensor) -> tuple[int, dict[str, int]]:
     rows, columns = rows_ND.shape
     width = triton.next_power_of_2(columns)
     options = dict(tuning.options(f"rms_norm.{kernel}", rows_ND.device, width=width))
-    programs = min(rows, _processors(rows_ND.device) * options.pop("programs"))
+    programs = min(rows, multiprocessors(rows_ND.device) * options.pop("programs"))
     return programs, {"D": columns, "WIDTH": width, **options}
 
 
